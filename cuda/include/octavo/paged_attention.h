@@ -1,0 +1,43 @@
+// Paged attention: softmax(scale * Q K^T) V over the block-major pool, causal, bottom-right aligned, grouped-query.
+// One op for decode (one query token a sequence) and chunked prefill (any number); a sequence's queries are the last
+// query_start[s+1]-query_start[s] of its context_lens[s] tokens, whose K and V are already in the pool.
+#pragma once
+
+#include <cstddef>
+
+#include "octavo/tensor.h"
+
+namespace octavo {
+
+struct PagedAttentionArgs {
+  void* out;                    // [num_tokens, q_heads, head_dim], contiguous
+  const void* query;            // [num_tokens, q_heads, head_dim], contiguous, rotated
+  KvPool pool;                  // out, query and pool have one dtype
+  int32_t layer;
+  const int32_t* block_tables;  // [num_seqs, max_blocks_per_seq]
+  const int32_t* query_start;   // [num_seqs + 1], prefix sums of the query lengths
+  const int32_t* context_lens;  // [num_seqs], tokens in the cache including this step's; 0 writes zeros
+  int32_t num_seqs;
+  int32_t num_tokens;           // rows of query; query_start[num_seqs] <= num_tokens
+  int32_t max_blocks_per_seq;
+  int32_t max_query_len;        // 1: every sequence has exactly one query token (decode)
+  int32_t q_heads;
+  float scale;
+  void* workspace;              // gpu only: paged_attention_workspace_bytes(...) bytes, zeroed once at allocation
+  size_t workspace_bytes;
+  Launch launch;
+};
+
+namespace cpu {
+// Any head_dim that is a multiple of 8; fp32 accumulation; fp32 and bf16.
+void paged_attention(const PagedAttentionArgs& args);
+}  // namespace cpu
+
+namespace gpu {
+// head_dim 64, 80, 96 or 128; group q_heads/kv_heads 1..8; block_size 16; bf16 and fp16. Graph-safe.
+void paged_attention(const PagedAttentionArgs& args);
+// Workspace for any batch up to max_seqs sequences: depends on capacities only.
+size_t paged_attention_workspace_bytes(int32_t max_seqs, int32_t q_heads, int32_t kv_heads, int32_t head_dim);
+}  // namespace gpu
+
+}  // namespace octavo

@@ -1,0 +1,35 @@
+// Shared vocabulary of the ops: element types and the paged KV pool. No CUDA header is needed to include this.
+#pragma once
+
+#include <cstdint>
+
+namespace octavo {
+
+enum class DType : int32_t { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2 };
+
+// The paged KV pool, block-major: [num_blocks][layers][2 (K, V)][kv_heads][block_size][head_dim], contiguous.
+// One block of all layers is one contiguous piece, so a swap is one copy. Block 0 is scratch: padded rows point at it.
+// Offsets into it exceed 2^31 elements on large cards: compute them in 64 bits.
+struct KvPool {
+  void* data;
+  DType dtype;
+  int64_t num_blocks;
+  int32_t layers;
+  int32_t kv_heads;
+  int32_t block_size;
+  int32_t head_dim;
+
+  int64_t head_stride() const { return static_cast<int64_t>(block_size) * head_dim; }
+  int64_t kv_stride() const { return kv_heads * head_stride(); }
+  int64_t layer_stride() const { return 2 * kv_stride(); }
+  int64_t block_stride() const { return layers * layer_stride(); }
+};
+
+// How a launch reaches the device. `stream` is a cudaStream_t, ignored by cpu ops. `pdl` asks for programmatic dependent
+// launch behind the previous kernel of the stream (needs sm_90; ignored elsewhere).
+struct Launch {
+  void* stream = nullptr;
+  bool pdl = false;
+};
+
+}  // namespace octavo

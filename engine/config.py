@@ -1,0 +1,54 @@
+"""What an engine is started with. Checked once at start; a bad value is a ConfigurationError before any weight loads."""
+
+from __future__ import annotations
+
+import enum
+
+import msgspec
+
+
+class Device(enum.StrEnum):
+    AUTO = "auto"
+    CPU = "cpu"
+    CUDA = "cuda"
+
+
+class AllocatorKind(enum.StrEnum):
+    """native: C++; oracle: pure Python; checked: both in lock-step, raising at the first difference."""
+
+    NATIVE = "native"
+    ORACLE = "oracle"
+    CHECKED = "checked"
+
+
+class LoadFormat(enum.StrEnum):
+    AUTO = "auto"
+    SAFETENSORS = "safetensors"
+    GGUF = "gguf"
+    DUMMY = "dummy"  # random weights from config.json alone
+
+
+class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """model: "demo", a Hugging Face directory or a .gguf file. dtype: "auto" (fp32 on CPU, bf16 on CUDA), "float32",
+    "bfloat16", "float16". kv_cache_tokens None: derived (CUDA: what `gpu_memory_utilization` leaves; CPU: enough for
+    `max_num_seqs` of 2048 tokens, at most 1 GiB). max_num_batched_tokens: token budget of one step."""
+
+    model: str = "demo"
+    served_model_name: str = ""
+    device: Device = Device.AUTO
+    dtype: str = "auto"
+    load_format: LoadFormat = LoadFormat.AUTO
+    max_model_len: int | None = None
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 2048
+    block_size: int = 16
+    kv_cache_tokens: int | None = None
+    gpu_memory_utilization: float = 0.9
+    swap_space_gib: float = 0.0
+    enable_prefix_caching: bool = False
+    allocator: AllocatorKind = AllocatorKind.NATIVE
+    max_queued_requests: int = 1024
+    max_queued_tokens: int = 1_048_576
+    enforce_eager: bool = False
+    seed: int = 0
+    num_threads: int | None = None
