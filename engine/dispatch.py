@@ -1,0 +1,89 @@
+"""Hands each request's events to its sink: the part that every engine client shares."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import groupby
+
+from engine.client import EngineState, EventSink
+from engine.errors import EngineDiedError
+from engine.types import (
+    EngineStats,
+    Event,
+    FailureKind,
+    RequestFailed,
+    RequestFinished,
+    StepFrame,
+    TokensGenerated,
+)
+
+StatsListener = Callable[[EngineStats, EngineState], None]
+
+
+class Dispatcher:
+    """Lives on one asyncio loop's thread. Nothing of a request is delivered after its last event."""
+
+    def __init__(self) -> None:
+        self.state = EngineState.STARTING
+        self.stats = EngineStats()
+        self._sinks: dict[str, EventSink] = {}
+        self._stopped: set[tuple[str, int]] = set()
+        self._listeners: list[StatsListener] = []
+
+    def add_listener(self, listener: StatsListener) -> None:
+        self._listeners.append(listener)
+
+    def set_state(self, state: EngineState) -> None:
+        if state is not self.state:
+            self.state = state
+            self._notify()
+
+    def register(self, request_id: str, sink: EventSink) -> bool:
+        """False if the id is live already; then the sink was told so and the request must not be sent. Raises
+        EngineDiedError if no engine is there to serve it."""
+        if self.state is not EngineState.READY:
+            raise EngineDiedError(f"engine is {self.state}")
+        if request_id in self._sinks:
+            sink([RequestFailed(request_id, FailureKind.INVALID, "request id is already live", field="request_id")])
+            return False
+        self._sinks[request_id] = sink
+        return True
+
+    def is_live(self, request_id: str) -> bool:
+        return request_id in self._sinks
+
+    def mute_candidate(self, request_id: str, candidate: int) -> None:
+        """Drops further tokens of a candidate that its text layer has ended."""
+        if request_id in self._sinks:
+            self._stopped.add((request_id, candidate))
+
+    def dispatch(self, frame: StepFrame) -> None:
+        self.stats = frame.stats
+        by_request: dict[str, list[Event]] = {}
+        for request_id, events in groupby(frame.events, key=lambda event: event.request_id):
+            by_request.setdefault(request_id, []).extend(events)
+        for request_id, events in by_request.items():
+            self._deliver(request_id, events)
+        self._notify()
+
+    def fail_all(self, kind: FailureKind, message: str) -> None:
+        for request_id in list(self._sinks):
+            self._deliver(request_id, [RequestFailed(request_id, kind, message)])
+
+    def _deliver(self, request_id: str, events: list[Event]) -> None:
+        sink = self._sinks.get(request_id)
+        if sink is None:
+            return
+        wanted = [event for event in events if not self._is_muted(event)]
+        if any(isinstance(event, RequestFinished | RequestFailed) for event in events):
+            del self._sinks[request_id]
+            self._stopped = {key for key in self._stopped if key[0] != request_id}
+        if wanted:
+            sink(wanted)
+
+    def _is_muted(self, event: Event) -> bool:
+        return isinstance(event, TokensGenerated) and (event.request_id, event.candidate) in self._stopped
+
+    def _notify(self) -> None:
+        for listener in self._listeners:
+            listener(self.stats, self.state)

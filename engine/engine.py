@@ -1,0 +1,215 @@
+"""The engine in one thread: model, KV pool, scheduler and step loop, built from a configuration."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+import torch
+
+from engine.config import Device, EngineConfig
+from engine.errors import ConfigurationError, EngineError
+from engine.kv.allocator import make_allocator
+from engine.kv.block_table import BlockTables
+from engine.loop import StepLoop
+from engine.model.loader import LoadedModel, load_model
+from engine.run.kv_pool import allocate_pool, cpu_pool_blocks
+from engine.run.runner import EagerRunner
+from engine.schedule.scheduler import Scheduler, SchedulerLimits
+from engine.types import (
+    CandidateFinish,
+    EngineInfo,
+    EngineStats,
+    Event,
+    FailureKind,
+    GenerationRequest,
+    RequestFailed,
+    RequestFinished,
+    StepFrame,
+    TokenLogprob,
+    TokensGenerated,
+    Usage,
+)
+
+ProgressCallback = Callable[[str], None]
+
+
+@dataclass(slots=True)
+class GeneratedCandidate:
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    finish: CandidateFinish | None = None
+
+
+@dataclass(slots=True)
+class GenerationResult:
+    """What `Engine.generate` gives for one request. `failure` is set if it failed."""
+
+    request_id: str
+    candidates: list[GeneratedCandidate]
+    usage: Usage = field(default_factory=Usage)
+    failure: RequestFailed | None = None
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Of the first candidate."""
+        return self.candidates[0].token_ids
+
+
+class Engine:
+    """Synchronous: the caller's thread is the step thread. LocalEngineClient and the engine process drive it for a service;
+    `generate` drives it for offline work."""
+
+    def __init__(self, config: EngineConfig, progress: ProgressCallback | None = None) -> None:
+        """Loads the model and claims all memory. Raises ConfigurationError."""
+        report = progress or (lambda _: None)
+        device = choose_device(config.device)
+        if config.num_threads is not None:
+            torch.set_num_threads(config.num_threads)
+        model = load_model(config, device, report)
+        self.config = config
+        self.model = model
+        self._build(device, report)
+
+    def _build(self, device: torch.device, report: ProgressCallback) -> None:
+        config, model = self.config, self.model
+        dtype = model.decoder.dtype
+        wanted_len = config.max_model_len or model.spec.max_positions
+        if wanted_len > model.spec.max_positions:
+            raise ConfigurationError(
+                f"max_model_len {wanted_len} exceeds the model's {model.spec.max_positions} positions"
+            )
+        num_blocks = cpu_pool_blocks(config, model.spec, dtype, wanted_len)
+        max_context = min(wanted_len, num_blocks * config.block_size)
+        report(f"claiming KV cache: {num_blocks * config.block_size} tokens")
+        pool = allocate_pool(model.spec, num_blocks, config.block_size, dtype, device)
+        allocator = make_allocator(config.allocator, num_blocks)
+        tables = BlockTables(
+            allocator, config.max_num_seqs, -(-max_context // config.block_size), config.block_size
+        )
+        limits = SchedulerLimits(
+            max_num_seqs=config.max_num_seqs,
+            max_batched_tokens=config.max_num_batched_tokens,
+            max_context_tokens=max_context,
+            max_queued_requests=config.max_queued_requests,
+            max_queued_tokens=config.max_queued_tokens,
+        )
+        scheduler = Scheduler(tables, limits, frozenset(model.eos_token_ids))
+        runner = EagerRunner(
+            model.decoder,
+            pool,
+            tables,
+            max_tokens=config.max_num_batched_tokens,
+            max_seqs=config.max_num_seqs,
+            vocab_size=model.sampled_vocab_size,
+        )
+        self.loop = StepLoop(scheduler, runner)
+        self.info = _info(config, model, device, limits, num_blocks)
+
+    @property
+    def scheduler(self) -> Scheduler:
+        return self.loop.scheduler
+
+    @property
+    def has_work(self) -> bool:
+        return self.loop.has_work
+
+    @property
+    def stats(self) -> EngineStats:
+        return self.loop.stats()
+
+    def submit(self, request: GenerationRequest) -> None:
+        """Queues a request; its events, a refusal too, come with the next step."""
+        bad = next((token for token in request.prompt_token_ids if not 0 <= token < self.info.vocab_size), None)
+        if bad is not None:
+            self.scheduler.refuse(
+                request.request_id,
+                f"token id {bad} is outside the vocabulary of {self.info.vocab_size}",
+                "prompt.token_ids",
+            )
+            return
+        self.scheduler.submit(request, time.monotonic())
+
+    def cancel(self, request_id: str) -> bool:
+        return self.scheduler.cancel(request_id, time.monotonic())
+
+    def stop_candidate(self, request_id: str, candidate: int) -> None:
+        self.scheduler.stop_candidate(request_id, candidate, time.monotonic())
+
+    def step(self) -> StepFrame:
+        """One step of the loop. A step that raises fails every live request, since what it wrote is unknown."""
+        try:
+            return self.loop.step()
+        except Exception as error:
+            return self.loop.abandon(FailureKind.ENGINE_ERROR, f"step failed: {type(error).__name__}: {error}")
+
+    def generate(self, requests: Iterable[GenerationRequest]) -> list[GenerationResult]:
+        """Runs requests to their end, batched together; results in the order of the input. Raises EngineError if other
+        work is live."""
+        requests = list(requests)
+        if self.has_work:
+            raise EngineError("generate needs an engine without live requests")
+        results = {
+            request.request_id: GenerationResult(
+                request.request_id, [GeneratedCandidate() for _ in range(request.sampling.n)]
+            )
+            for request in requests
+        }
+        if len(results) != len(requests):
+            raise EngineError("request ids must be distinct")
+        for request in requests:
+            self.submit(request)
+        while True:
+            for event in self.step().events:
+                _collect(results[event.request_id], event)
+            if not self.has_work:
+                return [results[request.request_id] for request in requests]
+
+
+def choose_device(device: Device) -> torch.device:
+    """AUTO takes CUDA where torch and the runtime have it. Raises ConfigurationError if CUDA is asked for and missing."""
+    from engine import _runtime
+
+    usable = torch.cuda.is_available() and _runtime.has_cuda()
+    if device is Device.CUDA and not usable:
+        missing = "torch sees no GPU" if not torch.cuda.is_available() else "the runtime was built without CUDA"
+        raise ConfigurationError(f"device cuda: {missing}")
+    return torch.device("cuda" if usable and device is not Device.CPU else "cpu")
+
+
+def _info(
+    config: EngineConfig, model: LoadedModel, device: torch.device, limits: SchedulerLimits, num_blocks: int
+) -> EngineInfo:
+    return EngineInfo(
+        instance_id=uuid.uuid4().hex,
+        model=config.served_model_name or config.model,
+        device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        dtype=str(model.decoder.dtype).removeprefix("torch."),
+        vocab_size=model.sampled_vocab_size,
+        max_context_tokens=limits.max_context_tokens,
+        max_prompt_tokens=limits.max_context_tokens - 1,
+        max_num_seqs=limits.max_num_seqs,
+        max_queued_requests=limits.max_queued_requests,
+        max_queued_tokens=limits.max_queued_tokens,
+        block_size=config.block_size,
+        num_blocks=num_blocks,
+        eos_token_ids=sorted(model.eos_token_ids),
+    )
+
+
+def _collect(result: GenerationResult, event: Event) -> None:
+    match event:
+        case TokensGenerated():
+            candidate = result.candidates[event.candidate]
+            candidate.token_ids += event.token_ids
+            candidate.logprobs += event.logprobs
+            candidate.finish = event.finish
+        case RequestFinished():
+            result.usage = event.usage
+        case RequestFailed():
+            result.failure = event
+            result.usage = event.usage
+        case _:
+            pass

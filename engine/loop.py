@@ -1,0 +1,109 @@
+"""The step loop: plan -> run -> commit, on one thread."""
+
+from __future__ import annotations
+
+import time
+from typing import Protocol
+
+from engine.schedule.plan import StepOutcome, StepPlan
+from engine.schedule.scheduler import Scheduler
+from engine.types import EngineStats, FailureKind, StepFrame
+
+_RATE_SMOOTHING = 0.1
+
+
+class PendingStep(Protocol):
+    """A launched step whose outcome may still be on its way."""
+
+    def wait(self) -> StepOutcome: ...
+
+
+class Runner(Protocol):
+    """Runs plans. `lookahead`: a step is launched before the one before it has been waited for."""
+
+    lookahead: bool
+
+    def launch(self, plan: StepPlan) -> PendingStep: ...
+
+
+class StepLoop:
+    """Owns scheduler and runner. Every method is called from one thread."""
+
+    def __init__(self, scheduler: Scheduler, runner: Runner) -> None:
+        self.scheduler = scheduler
+        self.runner = runner
+        self._in_flight: tuple[StepPlan, PendingStep] | None = None
+        self._prefill_rate = 0.0
+        self._decode_rate = 0.0
+        self._last_step_seconds = 0.0
+        self._committed_at = time.monotonic()
+        self._steps = 0
+        self._integrity_errors = 0
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_work or self._in_flight is not None
+
+    def step(self) -> StepFrame:
+        """Launches the next step and commits the one before it (with lookahead) or itself. Also called when idle: the
+        frame then carries what submit and cancel left behind, and the newest figures."""
+        now = time.monotonic()
+        if self._in_flight is None:
+            self._committed_at = now
+        plan = self.scheduler.plan(now)
+        launched = (plan, self.runner.launch(plan)) if plan is not None else None
+        if self.runner.lookahead:
+            finished, self._in_flight = self._in_flight, launched
+        else:
+            finished = launched
+        if finished is not None:
+            self._commit(*finished)
+        return StepFrame(self.scheduler.take_events(), self.stats())
+
+    def abandon(self, kind: FailureKind, message: str) -> StepFrame:
+        """Fails every live request, as when the runner is beyond use."""
+        self._in_flight = None
+        self.scheduler.fail_all(kind, message)
+        return StepFrame(self.scheduler.take_events(), self.stats())
+
+    def stats(self) -> EngineStats:
+        scheduler, counters = self.scheduler, self.scheduler.counters
+        allocator = scheduler.tables.allocator
+        return EngineStats(
+            step=self._steps,
+            heartbeat=time.monotonic(),
+            running_requests=scheduler.num_running_requests,
+            queued_requests=scheduler.num_queued_requests,
+            queued_prompt_tokens=scheduler.queued_prompt_tokens,
+            free_blocks=allocator.num_free,
+            cached_blocks=allocator.num_cached,
+            live_blocks=allocator.num_live,
+            prompt_tokens=counters.prompt_tokens,
+            cached_prompt_tokens=counters.cached_prompt_tokens,
+            generated_tokens=counters.generated_tokens,
+            preemptions=counters.preemptions,
+            finished_requests=counters.finished_requests,
+            prefill_tokens_per_second=self._prefill_rate,
+            decode_tokens_per_second=self._decode_rate,
+            last_step_seconds=self._last_step_seconds,
+            integrity_errors=self._integrity_errors,
+        )
+
+    def _commit(self, plan: StepPlan, pending: PendingStep) -> None:
+        outcome = pending.wait()
+        now = time.monotonic()
+        self.scheduler.commit(plan, outcome, now)
+        self._steps += 1
+        self._measure(plan, now - self._committed_at)
+        self._committed_at = now
+        if not self.has_work and self.scheduler.tables.allocator.num_live:
+            self._integrity_errors += 1
+
+    def _measure(self, plan: StepPlan, seconds: float) -> None:
+        self._last_step_seconds = seconds
+        prefill = sum(entry.count for entry in plan.scheduled if entry.count > 1)
+        rate = (prefill or len(plan.scheduled)) / max(seconds, 1e-9)
+        if prefill:
+            self._prefill_rate += (rate - self._prefill_rate) * (_RATE_SMOOTHING if self._prefill_rate else 1.0)
+        else:
+            self._decode_rate += (rate - self._decode_rate) * (_RATE_SMOOTHING if self._decode_rate else 1.0)

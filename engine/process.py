@@ -1,0 +1,164 @@
+"""An engine in a process of its own, which alone owns the device and the KV pool.
+
+Two processes, because one interpreter runs one thread of Python at a time: the step loop must not wait for the front end's
+serialisation, nor the front end for a step. The child is spawned, never forked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from engine import wire
+from engine.client import EngineState, EventSink
+from engine.config import EngineConfig
+from engine.dispatch import Dispatcher, StatsListener
+from engine.errors import ConfigurationError, EngineDiedError, EngineError
+from engine.types import EngineInfo, EngineStats, FailureKind, GenerationRequest
+
+_SHUTDOWN_SECONDS = 10.0
+
+
+class ProcessEngineClient:
+    """EngineClient over a child process: msgpack frames on a ZeroMQ pair socket, one a step. The child's death is noticed
+    when it happens; the child ends with its parent, since it watches the other end of its standard input."""
+
+    def __init__(self, config: EngineConfig, progress: Callable[[str], None] | None = None) -> None:
+        self._config = config
+        self._progress = progress or (lambda _: None)
+        self._dispatcher = Dispatcher()
+        self._info: EngineInfo | None = None
+        self._process: asyncio.subprocess.Process | None = None
+        self._context = zmq.asyncio.Context()
+        self._socket: zmq.asyncio.Socket = self._context.socket(zmq.PAIR)
+        self._folder = Path(tempfile.mkdtemp(prefix="octavo-"))
+        self._tasks: list[asyncio.Task[None]] = []
+        self._started: asyncio.Future[EngineInfo] | None = None
+
+    @property
+    def info(self) -> EngineInfo:
+        if self._info is None:
+            raise EngineError("engine is not started")
+        return self._info
+
+    @property
+    def stats(self) -> EngineStats:
+        return self._dispatcher.stats
+
+    @property
+    def state(self) -> EngineState:
+        return self._dispatcher.state
+
+    @property
+    def pid(self) -> int | None:
+        return None if self._process is None else self._process.pid
+
+    async def start(self) -> EngineInfo:
+        endpoint = f"ipc://{self._folder}/engine"
+        for option in (zmq.SNDHWM, zmq.RCVHWM, zmq.LINGER):
+            self._socket.setsockopt(option, 0)
+        self._socket.bind(endpoint)
+        root = str(Path(__file__).resolve().parent.parent)
+        path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
+        self._process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "engine.worker", endpoint, msgspec.json.encode(self._config).decode()),
+            stdin=asyncio.subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": path},
+        )
+        self._started = asyncio.get_running_loop().create_future()
+        self._tasks = [asyncio.create_task(self._receive()), asyncio.create_task(self._watch())]
+        try:
+            self._info = await self._started
+        except BaseException:
+            await self.stop()
+            raise
+        self._dispatcher.set_state(EngineState.READY)
+        return self._info
+
+    def submit(self, request: GenerationRequest, sink: EventSink) -> None:
+        if self._dispatcher.register(request.request_id, sink):
+            self._send(wire.Submit(request))
+
+    def cancel(self, request_id: str) -> bool:
+        live = self._dispatcher.is_live(request_id)
+        if live:
+            self._send(wire.Cancel(request_id))
+        return live
+
+    def stop_candidate(self, request_id: str, candidate: int) -> None:
+        self._dispatcher.mute_candidate(request_id, candidate)
+        self._send(wire.StopCandidate(request_id, candidate))
+
+    def on_stats(self, listener: StatsListener) -> None:
+        self._dispatcher.add_listener(listener)
+
+    async def stop(self) -> None:
+        process, self._process = self._process, None
+        if process is None:
+            return
+        if self.state is not EngineState.FAILED:
+            self._end(EngineState.STOPPED, "engine was stopped")
+        if process.returncode is None:
+            self._send(wire.Shutdown())
+            try:
+                await asyncio.wait_for(process.wait(), _SHUTDOWN_SECONDS)
+            except TimeoutError:
+                process.kill()
+                await process.wait()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._socket.close()
+        self._context.term()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _send(self, command: wire.Command) -> None:
+        # Without a high-water mark a send never waits; zmq.asyncio's send would cost a task each.
+        with contextlib.suppress(zmq.Again):
+            zmq.Socket.send(self._socket, wire.encode(command), zmq.NOBLOCK)
+
+    async def _receive(self) -> None:
+        while True:
+            report = wire.decode_report(await self._socket.recv())
+            match report:
+                case wire.Stepped():
+                    self._dispatcher.dispatch(report.frame)
+                case wire.Progress():
+                    self._progress(report.message)
+                case wire.Started():
+                    self._resolve(report.info)
+                case wire.StartFailed():
+                    error = ConfigurationError if report.configuration else EngineError
+                    self._resolve(error(report.message))
+
+    async def _watch(self) -> None:
+        process = self._process
+        assert process is not None
+        code = await process.wait()
+        await asyncio.sleep(0)  # lets frames that had arrived be delivered first
+        self._end(EngineState.FAILED, f"engine process ended with code {code}")
+        self._resolve(EngineDiedError(f"engine process ended with code {code} while starting"))
+
+    def _end(self, state: EngineState, message: str) -> None:
+        if self.state in (EngineState.FAILED, EngineState.STOPPED):
+            return
+        self._dispatcher.set_state(state)
+        self._dispatcher.fail_all(FailureKind.ENGINE_DIED, message)
+
+    def _resolve(self, result: EngineInfo | Exception) -> None:
+        if self._started is None or self._started.done():
+            return
+        if isinstance(result, Exception):
+            self._started.set_exception(result)
+        else:
+            self._started.set_result(result)

@@ -1,0 +1,408 @@
+"""Continuous batching: which tokens of which sequences the next step runs, and what its outcome means.
+
+There is no prefill phase and no decode phase: a sequence has `num_tokens` and `num_computed`, and a plan says how many of
+its uncomputed tokens to run. `plan` may be called while the step before is still running (its sampled tokens are then
+pending), so the host works while the device does.
+"""
+
+from __future__ import annotations
+
+import bisect
+import heapq
+import secrets
+from dataclasses import dataclass
+
+from engine.errors import EngineError
+from engine.kv.block_table import BlockTables
+from engine.schedule.plan import ScheduledSequence, StepOutcome, StepPlan
+from engine.schedule.policy import FirstComeFirstServed, Policy
+from engine.schedule.sequence import NO_SLOT, Phase, RequestGroup, Sequence
+from engine.types import (
+    Admitted,
+    CandidateFinish,
+    Event,
+    FailureKind,
+    FinishReason,
+    GenerationRequest,
+    RequestFailed,
+    RequestFinished,
+    TokenLogprob,
+    TokensGenerated,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerLimits:
+    """max_context_tokens: prompt + output of one sequence; never more than the pool holds, so that the head of the queue
+    can always run alone. watermark_blocks: kept free when admitting beside running sequences, against preemption storms."""
+
+    max_num_seqs: int
+    max_batched_tokens: int
+    max_context_tokens: int
+    max_queued_requests: int
+    max_queued_tokens: int
+    watermark_blocks: int = 0
+
+
+@dataclass(slots=True)
+class Counters:
+    """Totals since start."""
+
+    prompt_tokens: int = 0
+    cached_prompt_tokens: int = 0
+    computed_tokens: int = 0
+    generated_tokens: int = 0
+    preemptions: int = 0
+    finished_requests: int = 0
+
+
+class Scheduler:
+    def __init__(
+        self,
+        tables: BlockTables,
+        limits: SchedulerLimits,
+        eos_token_ids: frozenset[int] = frozenset(),
+        policy: Policy | None = None,
+    ) -> None:
+        if limits.max_context_tokens > tables.allocator.num_blocks * tables.block_size:
+            raise ValueError("max_context_tokens must not exceed the pool")
+        self.tables = tables
+        self.limits = limits
+        self.counters = Counters()
+        self._eos_token_ids = eos_token_ids
+        self._policy: Policy = policy or FirstComeFirstServed()
+        self._groups: dict[str, RequestGroup] = {}
+        self._waiting: list[Sequence] = []
+        self._running: list[Sequence] = []
+        self._events: list[Event] = []
+        self._arrivals = 0
+        self._steps = 0
+        self._queued_prompt_tokens = 0
+        self._deadlines: list[tuple[float, int, str]] = []  # heap of (time, arrival number, request id)
+
+    # -- requests ------------------------------------------------------------------------------------------------------
+
+    def submit(self, request: GenerationRequest, now: float) -> None:
+        """Queues a request, or refuses it with a RequestFailed event."""
+        if self._refused(request):
+            return
+        group = RequestGroup(
+            request=request,
+            order=self._arrivals,
+            arrival=now,
+            stop_ids=frozenset(request.stop.token_ids),
+            eos_ids=frozenset() if request.stop.ignore_eos else self._eos_token_ids,
+        )
+        self._arrivals += 1
+        position = self.num_queued_requests
+        group.sequences = [self._new_sequence(group, index) for index in range(request.sampling.n)]
+        self._groups[request.request_id] = group
+        for limit in (request.deadline, request.queue_deadline):
+            if limit is not None:
+                heapq.heappush(self._deadlines, (limit, group.order, request.request_id))
+        for sequence in group.sequences:
+            self._enqueue(sequence)
+        self.counters.prompt_tokens += len(request.prompt_token_ids)
+        self._events.append(Admitted(request.request_id, len(request.prompt_token_ids), position))
+
+    def refuse(self, request_id: str, message: str, field: str) -> None:
+        """Answers a request that is invalid for a reason the scheduler does not know of."""
+        self._events.append(RequestFailed(request_id, FailureKind.INVALID, message, field=field))
+
+    def cancel(self, request_id: str, now: float) -> bool:
+        """Ends a request wherever it is; its blocks are free at once. False if it is not live."""
+        group = self._groups.get(request_id)
+        if group is None:
+            return False
+        self._drop_group(group)
+        self._events.append(RequestFinished(request_id, group.usage(), group.timing(now), cancelled=True))
+        return True
+
+    def stop_candidate(self, request_id: str, candidate: int, now: float) -> None:
+        """Ends one candidate whose text met a stop string; the caller has told its client already."""
+        group = self._groups.get(request_id)
+        if group is None or candidate >= len(group.sequences):
+            return
+        sequence = group.sequences[candidate]
+        if sequence.phase is not Phase.FINISHED:
+            self._end(sequence, CandidateFinish(FinishReason.STOP))
+            self._finish_group_if_done(group, now)
+
+    def fail(self, request_id: str, kind: FailureKind, message: str) -> None:
+        """Ends a request with a failure event. Unknown ids are ignored: it ended before."""
+        group = self._groups.get(request_id)
+        if group is None:
+            return
+        self._drop_group(group)
+        self._events.append(RequestFailed(request_id, kind, message, usage=group.usage()))
+
+    def fail_all(self, kind: FailureKind, message: str) -> None:
+        for request_id in list(self._groups):
+            self.fail(request_id, kind, message)
+
+    def take_events(self) -> list[Event]:
+        """Events since the last call, in order."""
+        events, self._events = self._events, []
+        return events
+
+    # -- steps ---------------------------------------------------------------------------------------------------------
+
+    def plan(self, now: float) -> StepPlan | None:
+        """The next step, or None if nothing can run now. Marks its tokens as computed and its samples as pending."""
+        self._expire(now)
+        entries, preempted = self._schedule_running()
+        if not preempted:
+            entries += self._admit(self.limits.max_batched_tokens - sum(entry.count for entry in entries), now)
+        if not entries:
+            return None
+        for entry in entries:
+            entry.sequence.num_computed += entry.count
+            entry.sequence.num_pending += entry.samples
+        entries.sort(key=lambda entry: entry.count > 1)
+        self._steps += 1
+        self.counters.computed_tokens += sum(entry.count for entry in entries)
+        return StepPlan(self._steps, tuple(entries))
+
+    def commit(self, plan: StepPlan, outcome: StepOutcome, now: float) -> None:
+        """Takes a step's sampled tokens into their sequences. Tokens of sequences that ended meanwhile are dropped."""
+        for index, entry in enumerate(plan.sampling):
+            sequence = entry.sequence
+            sequence.num_pending -= 1
+            if sequence.phase is Phase.FINISHED:
+                continue
+            failure = outcome.failures.get(index)
+            if failure is not None:
+                self.fail(sequence.group.request_id, FailureKind.ENGINE_ERROR, failure)
+            else:
+                self._append(sequence, outcome.token_ids[index], outcome.logprobs[index], now)
+
+    # -- figures -------------------------------------------------------------------------------------------------------
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._groups)
+
+    @property
+    def num_running_requests(self) -> int:
+        return len({sequence.group.order for sequence in self._running})
+
+    @property
+    def num_queued_requests(self) -> int:
+        return len(self._groups) - self.num_running_requests
+
+    @property
+    def queued_prompt_tokens(self) -> int:
+        return self._queued_prompt_tokens
+
+    def check_idle(self) -> None:
+        """Raises EngineError unless no work means no block held: live = 0 and free + cached = total."""
+        allocator = self.tables.allocator
+        allocator.check()
+        if self.has_work or self._waiting or self._running:
+            raise EngineError("check_idle with live requests")
+        held = allocator.num_live
+        if held or allocator.num_free + allocator.num_cached != allocator.num_blocks:
+            raise EngineError(f"{held} blocks are held by no request")
+        if self.tables.num_free_slots != len(self.tables.lengths) or self.tables.lengths.any():
+            raise EngineError("a slot is held by no request")
+        if self._queued_prompt_tokens:
+            raise EngineError(f"{self._queued_prompt_tokens} queued prompt tokens with an empty queue")
+
+    # -- admission -----------------------------------------------------------------------------------------------------
+
+    def _refused(self, request: GenerationRequest) -> bool:
+        refusal = self._refusal(request)
+        if refusal is not None:
+            self._events.append(refusal)
+        return refusal is not None
+
+    def _refusal(self, request: GenerationRequest) -> RequestFailed | None:
+        prompt, limit = len(request.prompt_token_ids), self.limits.max_context_tokens
+        name = request.request_id
+        if name in self._groups:
+            return RequestFailed(name, FailureKind.INVALID, "request id is already live", field="request_id")
+        if not prompt:
+            return RequestFailed(name, FailureKind.INVALID, "prompt is empty", field="prompt")
+        if request.sampling.n < 1:
+            return RequestFailed(name, FailureKind.INVALID, "n must be at least 1", field="sampling.n")
+        if request.stop.max_tokens is not None and request.stop.max_tokens < 1:
+            return RequestFailed(name, FailureKind.INVALID, "max_tokens must be at least 1", field="stop.max_tokens")
+        if prompt >= limit:
+            return RequestFailed(
+                name,
+                FailureKind.PROMPT_TOO_LONG,
+                f"prompt has {prompt} tokens; at most {limit - 1} fit a context of {limit} with one token of output",
+                field="prompt",
+                details={
+                    "prompt_tokens": str(prompt),
+                    "max_prompt_tokens": str(limit - 1),
+                    "max_context_tokens": str(limit),
+                },
+            )
+        queued, tokens = self.num_queued_requests, self._queued_prompt_tokens
+        if queued >= self.limits.max_queued_requests or tokens + prompt > self.limits.max_queued_tokens:
+            return RequestFailed(
+                name, FailureKind.QUEUE_FULL, f"queue is full: {queued} requests, {tokens} prompt tokens wait"
+            )
+        return None
+
+    def _new_sequence(self, group: RequestGroup, candidate: int) -> Sequence:
+        request = group.request
+        prompt, limit = len(request.prompt_token_ids), self.limits.max_context_tokens
+        max_tokens = request.stop.max_tokens
+        seed = request.sampling.seed
+        return Sequence(
+            group=group,
+            candidate=candidate,
+            seed=(secrets.randbits(64) if seed is None else seed + candidate) % 2**64,
+            token_ids=list(request.prompt_token_ids),
+            max_tokens_total=limit if max_tokens is None else min(limit, prompt + max_tokens),
+        )
+
+    def _enqueue(self, sequence: Sequence) -> None:
+        bisect.insort(self._waiting, sequence, key=self._policy.key)
+        self._queued_prompt_tokens += sequence.num_prompt
+
+    def _dequeue(self, sequence: Sequence) -> None:
+        self._waiting.remove(sequence)
+        self._queued_prompt_tokens -= sequence.num_prompt
+
+    # -- planning ------------------------------------------------------------------------------------------------------
+
+    def _expire(self, now: float) -> None:
+        """Fails what is past its deadline, before any of its tokens are planned."""
+        while self._deadlines and self._deadlines[0][0] <= now:
+            _, order, request_id = heapq.heappop(self._deadlines)
+            group = self._groups.get(request_id)
+            if group is None or group.order != order:
+                continue
+            deadline = group.request.deadline
+            if group.first_scheduled is None:
+                self.fail(request_id, FailureKind.EXPIRED_IN_QUEUE, "deadline passed in the queue")
+            elif deadline is not None and now >= deadline:
+                self.fail(request_id, FailureKind.DEADLINE_EXCEEDED, "deadline passed while running")
+
+    def _schedule_running(self) -> tuple[list[ScheduledSequence], bool]:
+        """Tokens of running sequences, decodes first; preempts from the end of the policy's order until blocks suffice."""
+        preempted = False
+        while True:
+            entries = self._wanted()
+            served = self.tables.grow(
+                [entry.slot for entry in entries], [entry.start + entry.count for entry in entries]
+            )
+            if served == len(entries):
+                return entries, preempted
+            self._preempt(self._running[-1])
+            preempted = True
+
+    def _wanted(self) -> list[ScheduledSequence]:
+        budget = self.limits.max_batched_tokens
+        live = [sequence for sequence in self._running if not sequence.ends_by_length]
+        decodes = [sequence for sequence in live if sequence.num_uncomputed == 1]
+        chunks = [sequence for sequence in live if sequence.num_uncomputed > 1]
+        entries: list[ScheduledSequence] = []
+        for sequence in decodes + chunks:
+            count = min(sequence.num_uncomputed, budget)
+            if count:
+                entries.append(self._entry(sequence, count))
+                budget -= count
+        return entries
+
+    def _entry(self, sequence: Sequence, count: int) -> ScheduledSequence:
+        start = sequence.num_computed
+        return ScheduledSequence(sequence, sequence.slot, start, count, start + count == sequence.num_tokens)
+
+    def _preempt(self, sequence: Sequence) -> None:
+        """Gives back slot and blocks; the tokens stay and are recomputed when its turn comes again."""
+        self._running.remove(sequence)
+        self._release(sequence)
+        sequence.num_computed = 0
+        sequence.preemptions += 1
+        sequence.phase = Phase.WAITING
+        self.counters.preemptions += 1
+        self._enqueue(sequence)
+
+    def _admit(self, budget: int, now: float) -> list[ScheduledSequence]:
+        entries: list[ScheduledSequence] = []
+        while self._waiting and budget > 0 and self._may_admit(self._waiting[0]):
+            sequence = self._waiting[0]
+            self._dequeue(sequence)
+            sequence.slot = self.tables.acquire_slot()
+            sequence.phase = Phase.RUNNING
+            bisect.insort(self._running, sequence, key=self._policy.key)
+            if self.tables.grow([sequence.slot], [sequence.num_tokens]) != 1:
+                raise EngineError("admission counted blocks that are not there")
+            if sequence.group.first_scheduled is None:
+                sequence.group.first_scheduled = now
+            entry = self._entry(sequence, min(sequence.num_tokens, budget))
+            budget -= entry.count
+            entries.append(entry)
+        return entries
+
+    def _may_admit(self, sequence: Sequence) -> bool:
+        """A slot and blocks for all tokens so far and one more. Alone, a sequence needs no room beyond its own tokens."""
+        if sequence.num_pending or not self.tables.num_free_slots:
+            return False
+        if not self._running:
+            return True
+        if len(self._running) >= self.limits.max_batched_tokens:
+            return False
+        allocator = self.tables.allocator
+        needed = self.tables.blocks_for(sequence.num_tokens + 1) + self.limits.watermark_blocks
+        return allocator.num_free + allocator.num_cached >= needed
+
+    # -- outcomes ------------------------------------------------------------------------------------------------------
+
+    def _append(self, sequence: Sequence, token: int, logprob: TokenLogprob | None, now: float) -> None:
+        group = sequence.group
+        sequence.token_ids.append(token)
+        self.counters.generated_tokens += 1
+        if group.first_token is None:
+            group.first_token = now
+        finish = self._finish_after(sequence, token)
+        self._events.append(
+            TokensGenerated(
+                group.request_id, sequence.candidate, [token], [] if logprob is None else [logprob], finish=finish
+            )
+        )
+        if finish is not None:
+            self._end(sequence, finish)
+            self._finish_group_if_done(group, now)
+
+    def _finish_after(self, sequence: Sequence, token: int) -> CandidateFinish | None:
+        group = sequence.group
+        if sequence.num_generated >= group.request.stop.min_tokens:
+            if token in group.stop_ids:
+                return CandidateFinish(FinishReason.STOP, token_id=token)
+            if token in group.eos_ids:
+                return CandidateFinish(FinishReason.END_OF_SEQUENCE, token_id=token)
+        if len(sequence.token_ids) < sequence.max_tokens_total:
+            return None
+        max_tokens = group.request.stop.max_tokens
+        by_request = max_tokens is not None and sequence.num_generated >= max_tokens
+        return CandidateFinish(FinishReason.MAX_TOKENS if by_request else FinishReason.CONTEXT_LIMIT)
+
+    def _end(self, sequence: Sequence, finish: CandidateFinish) -> None:
+        if sequence.phase is Phase.RUNNING:
+            self._running.remove(sequence)
+            self._release(sequence)
+        elif sequence.phase is Phase.WAITING:
+            self._dequeue(sequence)
+        sequence.phase = Phase.FINISHED
+        sequence.finish = finish
+
+    def _release(self, sequence: Sequence) -> None:
+        self.tables.release_slot(sequence.slot)
+        sequence.slot = NO_SLOT
+
+    def _finish_group_if_done(self, group: RequestGroup, now: float) -> None:
+        if group.done:
+            del self._groups[group.request_id]
+            self.counters.finished_requests += 1
+            self._events.append(RequestFinished(group.request_id, group.usage(), group.timing(now)))
+
+    def _drop_group(self, group: RequestGroup) -> None:
+        for sequence in group.sequences:
+            if sequence.phase is not Phase.FINISHED:
+                self._end(sequence, CandidateFinish(FinishReason.CANCELLED))
+        del self._groups[group.request_id]

@@ -1,0 +1,96 @@
+"""A request's candidates as the scheduler sees them."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+from engine.types import CandidateFinish, GenerationRequest, Timing, Usage
+
+NO_SLOT = -1
+
+
+class Phase(enum.Enum):
+    WAITING = enum.auto()  # not started, or preempted
+    RUNNING = enum.auto()  # holds a slot and blocks
+    FINISHED = enum.auto()
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One candidate: its tokens and how far the model has computed them.
+
+    `num_pending` counts sampled tokens whose values are still on the device (0 or 1); `num_computed` counts tokens whose K
+    and V are in the cache once every launched step has run. So a plan may be made while the step before it runs.
+    """
+
+    group: RequestGroup
+    candidate: int
+    seed: int
+    token_ids: list[int]
+    max_tokens_total: int  # prompt + output at which the candidate ends by length
+    phase: Phase = Phase.WAITING
+    slot: int = NO_SLOT
+    num_computed: int = 0
+    num_pending: int = 0
+    preemptions: int = 0
+    finish: CandidateFinish | None = None
+
+    @property
+    def num_prompt(self) -> int:
+        return len(self.group.request.prompt_token_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids) + self.num_pending
+
+    @property
+    def num_generated(self) -> int:
+        return len(self.token_ids) - self.num_prompt
+
+    @property
+    def num_uncomputed(self) -> int:
+        return self.num_tokens - self.num_computed
+
+    @property
+    def ends_by_length(self) -> bool:
+        """Also counting the pending token: nothing more is to be run for it."""
+        return self.num_tokens >= self.max_tokens_total
+
+
+@dataclass(slots=True, eq=False)
+class RequestGroup:
+    """A request with its candidates, and what its last event will tell."""
+
+    request: GenerationRequest
+    order: int  # arrival number
+    arrival: float  # time.monotonic()
+    sequences: list[Sequence] = field(default_factory=list)
+    first_scheduled: float | None = None
+    first_token: float | None = None
+    stop_ids: frozenset[int] = frozenset()
+    eos_ids: frozenset[int] = frozenset()
+    cached_prompt_tokens: int = 0
+
+    @property
+    def request_id(self) -> str:
+        return self.request.request_id
+
+    @property
+    def done(self) -> bool:
+        return all(sequence.phase is Phase.FINISHED for sequence in self.sequences)
+
+    def usage(self) -> Usage:
+        return Usage(
+            prompt_tokens=len(self.request.prompt_token_ids),
+            cached_prompt_tokens=self.cached_prompt_tokens,
+            completion_tokens=sum(sequence.num_generated for sequence in self.sequences),
+        )
+
+    def timing(self, now: float) -> Timing:
+        return Timing(
+            queued=(self.first_scheduled or now) - self.arrival,
+            time_to_first_token=(self.first_token or now) - self.arrival,
+            total=now - self.arrival,
+            preemptions=sum(sequence.preemptions for sequence in self.sequences),
+        )

@@ -1,0 +1,55 @@
+"""What passes between a client and its engine, by thread or by process: msgpack frames of these unions."""
+
+from __future__ import annotations
+
+import msgspec
+
+from engine.types import EngineInfo, GenerationRequest, StepFrame
+
+
+class Submit(msgspec.Struct, frozen=True, tag="submit"):
+    request: GenerationRequest
+
+
+class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
+    request_id: str
+
+
+class StopCandidate(msgspec.Struct, frozen=True, tag="stop_candidate"):
+    request_id: str
+    candidate: int
+
+
+class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
+    pass
+
+
+Command = Submit | Cancel | StopCandidate | Shutdown
+
+
+class Progress(msgspec.Struct, frozen=True, tag="progress"):
+    """A step of the start, for people."""
+
+    message: str
+
+
+class Started(msgspec.Struct, frozen=True, tag="started"):
+    info: EngineInfo
+
+
+class StartFailed(msgspec.Struct, frozen=True, tag="start_failed"):
+    """`configuration`: the user can mend it; else it is a fault of ours."""
+
+    message: str
+    configuration: bool
+
+
+class Stepped(msgspec.Struct, frozen=True, tag="stepped"):
+    frame: StepFrame
+
+
+Report = Progress | Started | StartFailed | Stepped
+
+encode = msgspec.msgpack.Encoder().encode
+decode_command = msgspec.msgpack.Decoder(Command).decode
+decode_report = msgspec.msgpack.Decoder(Report).decode
