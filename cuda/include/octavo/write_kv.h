@@ -14,11 +14,12 @@ struct WriteKvArgs {
   const void* q_norm_weight;  // [head_dim] or null
   const void* k_norm_weight;  // [head_dim] or null
   float norm_eps;
-  const float* cos_sin;       // [max_positions, rotary_dim]: rotary_dim/2 cosines, then rotary_dim/2 sines
-  int32_t rotary_dim;         // <= head_dim; the rest passes through
-  const int32_t* positions;   // [num_tokens]
-  const int64_t* slots;       // [num_tokens], block * block_size + offset; -1 writes nothing
-  KvPool pool;                // qkv, query_out, bias, norm weights and pool have one dtype
+  const float* cos_sin;  // [max_positions, rotary_dim]: rotary_dim/2 cosines, then rotary_dim/2 sines
+  int32_t max_positions;
+  int32_t rotary_dim;        // <= head_dim; the rest passes through
+  const int32_t* positions;  // [num_tokens]
+  const int64_t* slots;      // [num_tokens], block * block_size + offset; -1 writes nothing
+  KvPool pool;               // qkv, query_out, bias, norm weights and pool have one dtype
   int32_t layer;
   int32_t num_tokens;
   int32_t q_heads;

@@ -1,0 +1,27 @@
+// What a build without CUDA links instead of the kernels: the same symbols, each a clear error.
+#include "octavo/copy_blocks.h"
+#include "octavo/error.h"
+#include "octavo/norm.h"
+#include "octavo/paged_attention.h"
+#include "octavo/silu_mul.h"
+#include "octavo/write_kv.h"
+
+namespace octavo::gpu {
+namespace {
+
+[[noreturn]] void refuse(const char* op) {
+  throw OpError(std::string(op) + ": tensors are on a GPU, but this build has no CUDA kernels (OCTAVO_CUDA=OFF)");
+}
+
+}  // namespace
+
+void paged_attention(const PagedAttentionArgs&) { refuse("paged_attention"); }
+size_t paged_attention_workspace_bytes(int32_t, int32_t, int32_t, int32_t) {
+  refuse("paged_attention_workspace_bytes");
+}
+void write_kv(const WriteKvArgs&) { refuse("write_kv"); }
+void copy_blocks(const CopyBlocksArgs&) { refuse("copy_blocks"); }
+void rms_norm(const RmsNormArgs&) { refuse("rms_norm"); }
+void silu_mul(const SiluMulArgs&) { refuse("silu_mul"); }
+
+}  // namespace octavo::gpu
