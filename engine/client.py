@@ -1,4 +1,5 @@
-"""The one interface the service sees of an engine, whether it lives in this process, in another, or in a test script."""
+"""The one interface the service sees of an engine, whether it lives in this process, in another, or in a test
+script."""
 
 from __future__ import annotations
 

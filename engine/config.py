@@ -1,4 +1,5 @@
-"""What an engine is started with. Checked once at start; a bad value is a ConfigurationError before any weight loads."""
+"""What an engine is started with. Checked once at start; a bad value is a ConfigurationError before any weight
+loads."""
 
 from __future__ import annotations
 
@@ -40,7 +41,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     load_format: LoadFormat = LoadFormat.AUTO
     max_model_len: int | None = None
     max_num_seqs: int = 64
-    max_num_batched_tokens: int = 2048
+    max_num_batched_tokens: int | None = None
     block_size: int = 16
     kv_cache_tokens: int | None = None
     gpu_memory_utilization: float = 0.9

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import groupby
 
 from engine.client import EngineState, EventSink
 from engine.errors import EngineDiedError
@@ -60,8 +59,8 @@ class Dispatcher:
     def dispatch(self, frame: StepFrame) -> None:
         self.stats = frame.stats
         by_request: dict[str, list[Event]] = {}
-        for request_id, events in groupby(frame.events, key=lambda event: event.request_id):
-            by_request.setdefault(request_id, []).extend(events)
+        for event in frame.events:
+            by_request.setdefault(event.request_id, []).append(event)
         for request_id, events in by_request.items():
             self._deliver(request_id, events)
         self._notify()

@@ -35,6 +35,8 @@ from engine.types import (
 
 ProgressCallback = Callable[[str], None]
 
+_DEFAULT_BATCHED_TOKENS = {"cpu": 256, "cuda": 2048}
+
 
 @dataclass(slots=True)
 class GeneratedCandidate:
@@ -59,11 +61,12 @@ class GenerationResult:
 
 
 class Engine:
-    """Synchronous: the caller's thread is the step thread. LocalEngineClient and the engine process drive it for a service;
-    `generate` drives it for offline work."""
+    """Synchronous: the caller's thread is the step thread. LocalEngineClient and the engine process drive it for a
+    service; `generate` drives it for offline work."""
 
     def __init__(self, config: EngineConfig, progress: ProgressCallback | None = None) -> None:
         """Loads the model and claims all memory. Raises ConfigurationError."""
+        check_config(config)
         report = progress or (lambda _: None)
         device = choose_device(config.device)
         if config.num_threads is not None:
@@ -81,17 +84,16 @@ class Engine:
             raise ConfigurationError(
                 f"max_model_len {wanted_len} exceeds the model's {model.spec.max_positions} positions"
             )
+        max_batched_tokens = config.max_num_batched_tokens or _DEFAULT_BATCHED_TOKENS[device.type]
         num_blocks = cpu_pool_blocks(config, model.spec, dtype, wanted_len)
         max_context = min(wanted_len, num_blocks * config.block_size)
         report(f"claiming KV cache: {num_blocks * config.block_size} tokens")
         pool = allocate_pool(model.spec, num_blocks, config.block_size, dtype, device)
         allocator = make_allocator(config.allocator, num_blocks)
-        tables = BlockTables(
-            allocator, config.max_num_seqs, -(-max_context // config.block_size), config.block_size
-        )
+        tables = BlockTables(allocator, config.max_num_seqs, -(-max_context // config.block_size), config.block_size)
         limits = SchedulerLimits(
             max_num_seqs=config.max_num_seqs,
-            max_batched_tokens=config.max_num_batched_tokens,
+            max_batched_tokens=max_batched_tokens,
             max_context_tokens=max_context,
             max_queued_requests=config.max_queued_requests,
             max_queued_tokens=config.max_queued_tokens,
@@ -101,7 +103,7 @@ class Engine:
             model.decoder,
             pool,
             tables,
-            max_tokens=config.max_num_batched_tokens,
+            max_tokens=max_batched_tokens,
             max_seqs=config.max_num_seqs,
             vocab_size=model.sampled_vocab_size,
         )
@@ -168,8 +170,29 @@ class Engine:
                 return [results[request.request_id] for request in requests]
 
 
+def check_config(config: EngineConfig) -> None:
+    """Raises ConfigurationError for the first figure that makes no sense."""
+    least = {
+        "max_num_seqs": 1,
+        "max_num_batched_tokens": 1,
+        "block_size": 1,
+        "max_model_len": 2,
+        "kv_cache_tokens": 1,
+        "max_queued_requests": 1,
+        "max_queued_tokens": 1,
+        "num_threads": 1,
+    }
+    for name, bound in least.items():
+        value = getattr(config, name)
+        if value is not None and value < bound:
+            raise ConfigurationError(f"{name} must be at least {bound}, not {value}")
+    if not 0.0 < config.gpu_memory_utilization <= 1.0:
+        raise ConfigurationError(f"gpu_memory_utilization must be in (0, 1], not {config.gpu_memory_utilization}")
+
+
 def choose_device(device: Device) -> torch.device:
-    """AUTO takes CUDA where torch and the runtime have it. Raises ConfigurationError if CUDA is asked for and missing."""
+    """AUTO takes CUDA where torch and the runtime have it. Raises ConfigurationError if CUDA is asked for and
+    missing."""
     from engine import _runtime
 
     usable = torch.cuda.is_available() and _runtime.has_cuda()

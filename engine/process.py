@@ -1,7 +1,7 @@
 """An engine in a process of its own, which alone owns the device and the KV pool.
 
-Two processes, because one interpreter runs one thread of Python at a time: the step loop must not wait for the front end's
-serialisation, nor the front end for a step. The child is spawned, never forked.
+Two processes, because one interpreter runs one thread of Python at a time: the step loop must not wait for the front
+end's serialisation, nor the front end for a step. The child is spawned, never forked.
 """
 
 from __future__ import annotations
@@ -27,11 +27,12 @@ from engine.errors import ConfigurationError, EngineDiedError, EngineError
 from engine.types import EngineInfo, EngineStats, FailureKind, GenerationRequest
 
 _SHUTDOWN_SECONDS = 10.0
+_ROOT = Path(__file__).resolve().parent.parent  # lets the child import this very engine
 
 
 class ProcessEngineClient:
-    """EngineClient over a child process: msgpack frames on a ZeroMQ pair socket, one a step. The child's death is noticed
-    when it happens; the child ends with its parent, since it watches the other end of its standard input."""
+    """EngineClient over a child process: msgpack frames on a ZeroMQ pair socket, one a step. The child's death is
+    noticed when it happens; the child ends with its parent, since it watches the other end of its standard input."""
 
     def __init__(self, config: EngineConfig, progress: Callable[[str], None] | None = None) -> None:
         self._config = config
@@ -68,7 +69,7 @@ class ProcessEngineClient:
         for option in (zmq.SNDHWM, zmq.RCVHWM, zmq.LINGER):
             self._socket.setsockopt(option, 0)
         self._socket.bind(endpoint)
-        root = str(Path(__file__).resolve().parent.parent)
+        root = str(_ROOT)
         path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
         self._process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "engine.worker", endpoint, msgspec.json.encode(self._config).decode()),

@@ -1,4 +1,5 @@
-"""Drives an Engine from a mailbox of commands until told to shut down: the body of the step thread and of the process."""
+"""Drives an Engine from a mailbox of commands until told to shut down: the body of the step thread and of the
+process."""
 
 from __future__ import annotations
 
@@ -17,8 +18,8 @@ Send = Callable[[StepFrame], None]
 
 
 def serve(engine: Engine, receive: Receive, send: Send) -> None:
-    """Returns at Shutdown. Sends a frame for every step with events, and at least one a heartbeat while steps advance: the
-    heartbeat comes from this loop itself, so a hung step shows."""
+    """Returns at Shutdown. Sends a frame for every step with events, and at least one a heartbeat while steps advance:
+    the heartbeat comes from this loop itself, so a hung step shows."""
     last_sent = 0.0
     while True:
         for command in receive(0.0 if engine.has_work else HEARTBEAT_SECONDS):

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from engine.kv.block_table import BlockTables
 from engine.model.batch import ForwardBatch
@@ -57,6 +60,6 @@ class StepInputs:
             kv_pool=kv_pool,
         )
 
-    def _tensor(self, array: np.ndarray) -> torch.Tensor:  # type: ignore[type-arg]
+    def _tensor(self, array: NDArray[np.integer[Any]]) -> torch.Tensor:
         tensor = torch.from_numpy(array)
         return tensor if self._device.type == "cpu" else tensor.to(self._device)

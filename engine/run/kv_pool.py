@@ -14,7 +14,7 @@ _CPU_DEFAULT_TOKENS_PER_SEQUENCE = 2048
 
 def bytes_per_token(spec: ModelSpec, dtype: torch.dtype) -> int:
     """K and V of one token in every layer."""
-    return 2 * spec.layers * spec.kv_heads * spec.head_dim * dtype.itemsize
+    return 2 * spec.num_layers * spec.kv_heads * spec.head_dim * dtype.itemsize
 
 
 def cpu_pool_blocks(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, max_model_len: int) -> int:
@@ -35,6 +35,7 @@ def cpu_pool_blocks(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, m
 def allocate_pool(
     spec: ModelSpec, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
-    """[num_blocks + 1, layers, 2, kv_heads, block_size, head_dim], zeroed (so every page is resident); block 0 is scratch."""
-    shape = (num_blocks + 1, spec.layers, 2, spec.kv_heads, block_size, spec.head_dim)
+    """[num_blocks + 1, layers, 2, kv_heads, block_size, head_dim], zeroed (so every page is resident); block 0 is
+    scratch."""
+    shape = (num_blocks + 1, spec.num_layers, 2, spec.kv_heads, block_size, spec.head_dim)
     return torch.empty(shape, dtype=dtype, device=device).zero_()

@@ -1,8 +1,8 @@
 """From logits to tokens. Each row is drawn by its own request's parameters, as if it were alone.
 
 A draw is Gumbel-max: argmax over the kept tokens of logit / temperature + noise(seed, position, token id). That equals
-sampling from the softmax, needs no shared generator, and gives the same token in any company. Filters apply in the order of
-Hugging Face's logits warpers: temperature, top-k, top-p, min-p.
+sampling from the softmax, needs no shared generator, and gives the same token in any company. Filters apply in the
+order of Hugging Face's logits warpers: temperature, top-k, top-p, min-p.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ GREEDY_TEMPERATURE = 1e-5  # at or below: argmax
 
 
 def sample(logits: torch.Tensor, entries: list[ScheduledSequence], vocab_size: int) -> StepOutcome:
-    """logits [n, padded vocabulary] fp32, one row an entry; ids from `vocab_size` on can never be drawn. A row with a value
-    that is not finite becomes a failure of its own request."""
+    """logits [n, padded vocabulary] fp32, one row an entry; ids from `vocab_size` on can never be drawn. A row with a
+    value that is not finite becomes a failure of its own request."""
     logits = logits[:, :vocab_size]
     finite = torch.isfinite(logits).all(dim=1).tolist()
     greedy = torch.argmax(logits, dim=1).tolist()

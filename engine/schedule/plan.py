@@ -38,7 +38,8 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class StepOutcome:
-    """One entry for each of the plan's `sampling`, in order. `failures` maps an index to why its logits are unusable."""
+    """One entry for each of the plan's `sampling`, in order. `failures` maps an index to why its logits are
+    unusable."""
 
     token_ids: list[int]
     logprobs: list[TokenLogprob | None]

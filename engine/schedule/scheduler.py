@@ -1,8 +1,8 @@
 """Continuous batching: which tokens of which sequences the next step runs, and what its outcome means.
 
-There is no prefill phase and no decode phase: a sequence has `num_tokens` and `num_computed`, and a plan says how many of
-its uncomputed tokens to run. `plan` may be called while the step before is still running (its sampled tokens are then
-pending), so the host works while the device does.
+There is no prefill phase and no decode phase: a sequence has `num_tokens` and `num_computed`, and a plan says how many
+of its uncomputed tokens to run. `plan` may be called while the step before is still running (its sampled tokens are
+then pending), so the host works while the device does.
 """
 
 from __future__ import annotations
@@ -33,8 +33,9 @@ from engine.types import (
 
 @dataclass(frozen=True, slots=True)
 class SchedulerLimits:
-    """max_context_tokens: prompt + output of one sequence; never more than the pool holds, so that the head of the queue
-    can always run alone. watermark_blocks: kept free when admitting beside running sequences, against preemption storms."""
+    """max_context_tokens: prompt + output of one sequence; never more than the pool holds, so that the head of the
+    queue can always run alone. watermark_blocks: kept free when admitting beside running sequences, against preemption
+    storms."""
 
     max_num_seqs: int
     max_batched_tokens: int
@@ -283,7 +284,8 @@ class Scheduler:
                 self.fail(request_id, FailureKind.DEADLINE_EXCEEDED, "deadline passed while running")
 
     def _schedule_running(self) -> tuple[list[ScheduledSequence], bool]:
-        """Tokens of running sequences, decodes first; preempts from the end of the policy's order until blocks suffice."""
+        """Tokens of running sequences, decodes first; preempts from the end of the policy's order until blocks
+        suffice."""
         preempted = False
         while True:
             entries = self._wanted()
@@ -340,7 +342,8 @@ class Scheduler:
         return entries
 
     def _may_admit(self, sequence: Sequence) -> bool:
-        """A slot and blocks for all tokens so far and one more. Alone, a sequence needs no room beyond its own tokens."""
+        """A slot and blocks for all tokens so far and one more. Alone, a sequence needs no room beyond its own
+        tokens."""
         if sequence.num_pending or not self.tables.num_free_slots:
             return False
         if not self._running:
@@ -362,7 +365,11 @@ class Scheduler:
         finish = self._finish_after(sequence, token)
         self._events.append(
             TokensGenerated(
-                group.request_id, sequence.candidate, [token], [] if logprob is None else [logprob], finish=finish
+                group.request_id,
+                sequence.candidate,
+                [token],
+                [] if logprob is None else [logprob],
+                finish=finish,
             )
         )
         if finish is not None:

@@ -20,8 +20,9 @@ class Phase(enum.Enum):
 class Sequence:
     """One candidate: its tokens and how far the model has computed them.
 
-    `num_pending` counts sampled tokens whose values are still on the device (0 or 1); `num_computed` counts tokens whose K
-    and V are in the cache once every launched step has run. So a plan may be made while the step before it runs.
+    `num_pending` counts sampled tokens whose values are still on the device (0 or 1); `num_computed` counts tokens
+    whose K and V are in the cache once every launched step has run. So a plan may be made while the step before it
+    runs.
     """
 
     group: RequestGroup

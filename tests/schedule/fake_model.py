@@ -1,0 +1,118 @@
+"""A model without weights: the next token is a function of all tokens before it, as a real model's is."""
+
+from __future__ import annotations
+
+import zlib
+
+import numpy as np
+
+from engine.config import AllocatorKind
+from engine.kv.allocator import make_allocator
+from engine.kv.block_table import BlockTables
+from engine.loop import StepLoop
+from engine.schedule.plan import StepOutcome, StepPlan
+from engine.schedule.scheduler import Scheduler, SchedulerLimits
+from engine.types import Event, GenerationRequest, RequestFinished, StopCriteria, TokensGenerated
+
+VOCABULARY = 1000
+
+
+def next_token(token_ids: list[int]) -> int:
+    return zlib.crc32(np.asarray(token_ids, dtype=np.int32).tobytes()) % VOCABULARY
+
+
+class FakePending:
+    def __init__(self, outcome: StepOutcome) -> None:
+        self._outcome = outcome
+
+    def wait(self) -> StepOutcome:
+        return self._outcome
+
+
+class FakeRunner:
+    """Keeps what each block slot holds and computes the next token from what it reads back through the block table, so
+    that a wrong table, a block freed too early or a token skipped gives a wrong token. With lookahead, tokens still
+    pending on the host are kept here, as a device would."""
+
+    def __init__(self, tables: BlockTables, lookahead: bool = False) -> None:
+        self.lookahead = lookahead
+        self.plans: list[StepPlan] = []
+        self._tables = tables
+        self._cells: dict[tuple[int, int], int] = {}
+        self._last_token: dict[int, int] = {}
+
+    def launch(self, plan: StepPlan) -> FakePending:
+        self.plans.append(plan)
+        tokens = []
+        for entry in plan.scheduled:
+            row = self._tables.rows[entry.slot]
+            size = self._tables.block_size
+            known = entry.sequence.token_ids
+            for position in range(entry.start, entry.start + entry.count):
+                pending = self._last_token.get(id(entry.sequence), -1)
+                token = known[position] if position < len(known) else pending
+                assert row[position // size] != 0, "a token without a block"
+                self._cells[int(row[position // size]), position % size] = token
+            if entry.samples:
+                stop = entry.start + entry.count
+                context = [self._cells[int(row[p // size]), p % size] for p in range(stop)]
+                tokens.append(next_token(context))
+                self._last_token[id(entry.sequence)] = tokens[-1]
+        return FakePending(StepOutcome(tokens, [None] * len(tokens)))
+
+
+def make_loop(
+    *,
+    num_blocks: int,
+    block_size: int = 4,
+    max_num_seqs: int = 8,
+    max_batched_tokens: int = 16,
+    max_context: int | None = None,
+    lookahead: bool = False,
+    kind: AllocatorKind = AllocatorKind.NATIVE,
+    eos: frozenset[int] = frozenset(),
+    max_queued_requests: int = 1000,
+    max_queued_tokens: int = 10**6,
+) -> StepLoop:
+    allocator = make_allocator(kind, num_blocks)
+    limit = num_blocks * block_size if max_context is None else max_context
+    tables = BlockTables(allocator, max_num_seqs, -(-limit // block_size), block_size)
+    limits = SchedulerLimits(max_num_seqs, max_batched_tokens, limit, max_queued_requests, max_queued_tokens)
+    return StepLoop(Scheduler(tables, limits, eos), FakeRunner(tables, lookahead))
+
+
+def request(name: str, prompt: list[int], max_tokens: int | None = 8, **fields: object) -> GenerationRequest:
+    stop = StopCriteria(max_tokens=max_tokens)
+    return GenerationRequest(name, prompt, stop=stop, **fields)  # type: ignore[arg-type]
+
+
+def expected(prompt: list[int], max_tokens: int, eos: frozenset[int] = frozenset()) -> list[int]:
+    """What a request gives when it runs alone, by definition."""
+    tokens = list(prompt)
+    while len(tokens) < len(prompt) + max_tokens:
+        tokens.append(next_token(tokens))
+        if tokens[-1] in eos:
+            break
+    return tokens[len(prompt) :]
+
+
+def run_to_end(loop: StepLoop, max_steps: int = 10_000) -> list[Event]:
+    events: list[Event] = []
+    for _ in range(max_steps):
+        events += loop.step().events
+        if not loop.has_work:
+            return events
+    raise AssertionError(f"work left after {max_steps} steps")
+
+
+def tokens_of(events: list[Event], name: str, candidate: int = 0) -> list[int]:
+    return [
+        token
+        for event in events
+        if isinstance(event, TokensGenerated) and (event.request_id, event.candidate) == (name, candidate)
+        for token in event.token_ids
+    ]
+
+
+def finished(events: list[Event], name: str) -> list[RequestFinished]:
+    return [event for event in events if isinstance(event, RequestFinished) and event.request_id == name]
