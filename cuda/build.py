@@ -23,13 +23,15 @@ def tool(name: str) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--build", default="build/runtime", help="build folder")
+    parser.add_argument("--build", default=f"build/editable-{sys.implementation.cache_tag}", help="build folder")
     parser.add_argument("--cuda", choices=["AUTO", "ON", "OFF"], default="AUTO")
     parser.add_argument("--architectures", default="", help='e.g. "90a;120"; empty: the GPU present')
     parser.add_argument("--sanitize", default="", help="e.g. address,undefined")
+    parser.add_argument("--quiet", action="store_true", help="say nothing if all goes well")
     parser.add_argument("--jobs", type=int, default=0, help="0: all cores")
     arguments = parser.parse_args()
     build = ROOT / arguments.build
+    configured = (build / "CMakeCache.txt").exists()
     configure = [
         *[tool("cmake"), "-S", str(ROOT), "-B", str(build), "-G", "Ninja"],
         f"-DCMAKE_MAKE_PROGRAM={tool('ninja')}",
@@ -39,13 +41,19 @@ def main() -> None:
         f"-DOCTAVO_CUDA_ARCHITECTURES={arguments.architectures}",
         f"-DOCTAVO_SANITIZE={arguments.sanitize}",
     ]
-    jobs = [f"-j{arguments.jobs}"] if arguments.jobs else []
+    compile_ = [tool("cmake"), "--build", str(build), *([f"-j{arguments.jobs}"] if arguments.jobs else [])]
     build.mkdir(parents=True, exist_ok=True)
     with open(build / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # two builds in one folder would tear each other's files
-        for command in ([*configure, "--log-level=NOTICE"], [tool("cmake"), "--build", str(build), *jobs]):
-            if subprocess.run(command).returncode != 0:
-                raise SystemExit("the build failed")
+        run(configure, quiet=configured or arguments.quiet)
+        run(compile_, quiet=arguments.quiet)
+
+
+def run(command: list[str], *, quiet: bool) -> None:
+    """Runs to the end; on failure shows what was said and ends this program."""
+    result = subprocess.run(command, stdout=subprocess.PIPE if quiet else None, stderr=subprocess.STDOUT, text=True)
+    if result.returncode != 0:
+        raise SystemExit((result.stdout or "") + "the build failed")
 
 
 if __name__ == "__main__":

@@ -7,7 +7,8 @@ namespace octavo {
 
 struct CopyBlocksArgs {
   KvPool pool;
-  const int64_t* pairs;  // [num_pairs, 2]: source, destination; destinations are distinct and no source is a destination
+  const int64_t*
+      pairs;  // [num_pairs, 2]: source, destination; destinations are distinct and no source is a destination
   int32_t num_pairs;
   Launch launch;
 };

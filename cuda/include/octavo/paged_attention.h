@@ -10,20 +10,20 @@
 namespace octavo {
 
 struct PagedAttentionArgs {
-  void* out;                    // [num_tokens, q_heads, head_dim], contiguous
-  const void* query;            // [num_tokens, q_heads, head_dim], contiguous, rotated
-  KvPool pool;                  // out, query and pool have one dtype
+  void* out;          // [num_tokens, q_heads, head_dim], contiguous
+  const void* query;  // [num_tokens, q_heads, head_dim], contiguous, rotated
+  KvPool pool;        // out, query and pool have one dtype
   int32_t layer;
   const int32_t* block_tables;  // [num_seqs, max_blocks_per_seq]
   const int32_t* query_start;   // [num_seqs + 1], prefix sums of the query lengths
   const int32_t* context_lens;  // [num_seqs], tokens in the cache including this step's; 0 writes zeros
   int32_t num_seqs;
-  int32_t num_tokens;           // rows of query; query_start[num_seqs] <= num_tokens
+  int32_t num_tokens;  // rows of query; query_start[num_seqs] <= num_tokens
   int32_t max_blocks_per_seq;
-  int32_t max_query_len;        // 1: every sequence has exactly one query token (decode)
+  int32_t max_query_len;  // 1: every sequence has exactly one query token (decode)
   int32_t q_heads;
   float scale;
-  void* workspace;              // gpu only: paged_attention_workspace_bytes(...) bytes, zeroed once at allocation
+  void* workspace;  // gpu only: paged_attention_workspace_bytes(...) bytes, zeroed once at allocation
   size_t workspace_bytes;
   Launch launch;
 };

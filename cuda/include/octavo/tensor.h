@@ -25,8 +25,8 @@ struct KvPool {
   int64_t block_stride() const { return layers * layer_stride(); }
 };
 
-// How a launch reaches the device. `stream` is a cudaStream_t, ignored by cpu ops. `pdl` asks for programmatic dependent
-// launch behind the previous kernel of the stream (needs sm_90; ignored elsewhere).
+// How a launch reaches the device. `stream` is a cudaStream_t, ignored by cpu ops. `pdl` asks for programmatic
+// dependent launch behind the previous kernel of the stream (needs sm_90; ignored elsewhere).
 struct Launch {
   void* stream = nullptr;
   bool pdl = false;
