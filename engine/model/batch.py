@@ -1,0 +1,29 @@
+"""The tensors of one step, as the runner hands them to the decoder."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardBatch:
+    """T tokens of S sequences; all tensors are on the model's device, and stay at one address for a captured graph.
+
+    token_ids, positions: int32 [T]. slots: int64 [T], where each token's K and V go in the pool, -1 nowhere.
+    block_tables: int32 [S, B]. query_start: int32 [S + 1]. context_lens: int32 [S], this step's tokens included.
+    max_query_len: the longest query; 1 means a pure decode step. logits_rows: int32 or int64 [n], rows of [T] to score.
+    kv_pool: [num_blocks, layers, 2, kv_heads, block_size, head_dim]. workspace: uint8, CUDA only.
+    """
+
+    token_ids: torch.Tensor
+    positions: torch.Tensor
+    slots: torch.Tensor
+    block_tables: torch.Tensor
+    query_start: torch.Tensor
+    context_lens: torch.Tensor
+    max_query_len: int
+    logits_rows: torch.Tensor
+    kv_pool: torch.Tensor
+    workspace: torch.Tensor | None = None

@@ -1,0 +1,170 @@
+"""The transformer: one decoder for every family, driven by its `ModelSpec`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from engine import ops
+from engine.model.batch import ForwardBatch
+from engine.model.layers import Linear
+from engine.model.rope import cos_sin_table, identity_table
+from engine.model.spec import ModelSpec
+
+Tensor = torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWeights:
+    """One layer. Queries, keys and values are one matrix, gate and up another; the QKV bias is added after it."""
+
+    input_norm: Tensor
+    qkv: Linear
+    qkv_bias: Tensor | None
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    o: Linear
+    post_norm: Tensor
+    gate_up: Linear
+    down: Linear
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderWeights:
+    """A whole model on its device. `head.weight` is `embedding` itself where they are tied."""
+
+    embedding: Tensor
+    layers: list[LayerWeights]
+    final_norm: Tensor
+    head: Linear
+
+
+class _Buffers:
+    """Activations of one step, claimed once for `max_tokens` rows."""
+
+    def __init__(self, spec: ModelSpec, max_tokens: int, max_logits: int, device: torch.device, dtype: torch.dtype):
+        def rows(width: int) -> Tensor:
+            return torch.zeros(max_tokens, width, device=device, dtype=dtype)
+
+        self.residual = rows(spec.hidden_size)
+        self.normed = rows(spec.hidden_size)
+        self.projected = rows(spec.hidden_size)
+        self.qkv = rows(spec.qkv_size)
+        self.query = rows(spec.q_size)
+        self.attended = rows(spec.q_size)
+        self.gate_up = rows(2 * spec.intermediate_size)
+        self.activated = rows(spec.intermediate_size)
+        self.scored = torch.zeros(max_logits, spec.hidden_size, device=device, dtype=dtype)
+        self.logits = torch.zeros(max_logits, spec.vocab_size, device=device, dtype=torch.float32)
+        same = dtype == torch.float32
+        self.head_out = self.logits if same else torch.zeros_like(self.logits, dtype=dtype)
+
+
+class Decoder:
+    """Runs steps of up to `max_tokens` tokens, of which up to `max_logits` are scored.
+
+    Results are views of buffers that the next call overwrites. On CUDA nothing here synchronises, branches on device
+    data or allocates, so a call can be captured in a graph.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        weights: DecoderWeights,
+        device: torch.device,
+        dtype: torch.dtype,
+        *,
+        max_tokens: int,
+        max_logits: int,
+        max_positions: int | None = None,
+    ) -> None:
+        self.spec = spec
+        self.weights = weights
+        self.device = device
+        self.dtype = dtype
+        self.max_tokens = max_tokens
+        self.max_logits = max_logits
+        self.max_positions = max_positions or spec.max_positions
+        self._scale = spec.head_dim**-0.5
+        self._cos_sin = self._tables()
+        self._buffers = _Buffers(spec, max_tokens, max_logits, device, dtype)
+
+    def _tables(self) -> list[Tensor]:
+        rope, positions = self.spec.rope, self.max_positions
+        rotating = cos_sin_table(rope, positions, self.device)
+        still = identity_table(rope, positions, self.device) if self.spec.nope_layers else rotating
+        return [still if layer in self.spec.nope_layers else rotating for layer in range(self.spec.num_layers)]
+
+    @torch.inference_mode()
+    def forward(self, batch: ForwardBatch) -> Tensor:
+        """Writes this step's K and V and returns the final hidden states of `batch.logits_rows`, [n, hidden]."""
+        tokens, wanted = batch.token_ids.shape[0], batch.logits_rows.shape[0]
+        if tokens > self.max_tokens or wanted > self.max_logits:
+            raise ValueError(f"{tokens} tokens and {wanted} scored rows exceed {self.max_tokens} and {self.max_logits}")
+        buffers, weights, eps = self._buffers, self.weights, self.spec.norm_eps
+        residual, normed = buffers.residual[:tokens], buffers.normed[:tokens]
+        torch.index_select(weights.embedding, 0, batch.token_ids, out=residual)
+        ops.rms_norm(normed, residual, self._first_norm, eps)
+        for index, layer in enumerate(weights.layers):
+            projected = self._attention(index, layer, normed, batch)
+            ops.rms_norm(normed, projected, layer.post_norm, eps, residual=residual)
+            projected = self._mlp(layer, normed)
+            ops.rms_norm(normed, projected, self._norm_after(index), eps, residual=residual)
+        return torch.index_select(normed, 0, batch.logits_rows, out=buffers.scored[:wanted])
+
+    @torch.inference_mode()
+    def logits(self, hidden: Tensor) -> Tensor:
+        """fp32 [n, vocab_size] of hidden states [n, hidden]."""
+        count = hidden.shape[0]
+        out = self._buffers.logits[:count]
+        raw = self.weights.head(hidden, self._buffers.head_out[:count])
+        return out if raw.dtype == torch.float32 else out.copy_(raw)
+
+    @property
+    def _first_norm(self) -> Tensor:
+        layers = self.weights.layers
+        return layers[0].input_norm if layers else self.weights.final_norm
+
+    def _norm_after(self, index: int) -> Tensor:
+        layers = self.weights.layers
+        return layers[index + 1].input_norm if index + 1 < len(layers) else self.weights.final_norm
+
+    def _attention(self, index: int, layer: LayerWeights, normed: Tensor, batch: ForwardBatch) -> Tensor:
+        tokens, buffers, spec = normed.shape[0], self._buffers, self.spec
+        qkv = layer.qkv(normed, buffers.qkv[:tokens])
+        query = buffers.query[:tokens].view(tokens, spec.q_heads, spec.head_dim)
+        ops.write_kv(
+            query,
+            qkv,
+            batch.kv_pool,
+            index,
+            batch.positions,
+            batch.slots,
+            self._cos_sin[index],
+            bias=layer.qkv_bias,
+            q_norm=layer.q_norm,
+            k_norm=layer.k_norm,
+            norm_eps=spec.norm_eps,
+        )
+        attended = buffers.attended[:tokens]
+        ops.paged_attention(
+            attended.view(tokens, spec.q_heads, spec.head_dim),
+            query,
+            batch.kv_pool,
+            index,
+            batch.block_tables,
+            batch.query_start,
+            batch.context_lens,
+            max_query_len=batch.max_query_len,
+            scale=self._scale,
+            workspace=batch.workspace,
+        )
+        return layer.o(attended, buffers.projected[:tokens])
+
+    def _mlp(self, layer: LayerWeights, normed: Tensor) -> Tensor:
+        tokens, buffers = normed.shape[0], self._buffers
+        gate_up = layer.gate_up(normed, buffers.gate_up[:tokens])
+        activated = buffers.activated[:tokens]
+        ops.silu_mul(activated, gate_up)
+        return layer.down(activated, buffers.projected[:tokens])

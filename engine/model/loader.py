@@ -1,0 +1,121 @@
+"""From an engine's configuration to a model that runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from engine.config import EngineConfig, LoadFormat
+from engine.errors import ConfigurationError
+from engine.model.assemble import Progress, TensorSource, assemble
+from engine.model.decoder import Decoder
+from engine.model.dummy import DummySource
+from engine.model.families import spec_from_directory, spec_from_gguf
+from engine.model.gguf_file import read_gguf
+from engine.model.source import ModelSource, SourceKind, resolve
+from engine.model.spec import ModelSpec
+from engine.model.weights import SafetensorsSource
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model on its device.
+
+    max_model_len: the longest context it serves, prompt and output together. eos_token_ids: every id that ends a text.
+    sampled_vocab_size: ids from here on pad the embedding and have no token; they must not be sampled.
+    """
+
+    spec: ModelSpec
+    decoder: Decoder
+    source: ModelSource
+    max_model_len: int
+    eos_token_ids: frozenset[int]
+    sampled_vocab_size: int
+
+
+def load_model(config: EngineConfig, device: torch.device, report: Callable[[str], None] | None = None) -> LoadedModel:
+    """Reads, checks and places a model's weights. Raises ConfigurationError with one line.
+
+    `report` gets a line of text when a part of the work begins and at each tenth of the weights.
+    """
+    source = resolve(config.model)
+    report = report or (lambda _: None)
+    report(f"loading {source.name}")
+    spec, tensors = _open(source, config)
+    max_model_len = context_length(spec, config.max_model_len)
+    dtype = resolve_dtype(config.dtype, device)
+    weights = assemble(spec, tensors, device, dtype, _tenths(report))
+    decoder = Decoder(
+        spec,
+        weights,
+        device,
+        dtype,
+        max_tokens=max(config.step_tokens(device.type), config.max_num_seqs),
+        max_logits=config.max_num_seqs,
+        max_positions=max_model_len,
+    )
+    return LoadedModel(spec, decoder, source, max_model_len, frozenset(spec.eos_token_ids), spec.vocab_size)
+
+
+def _tenths(report: Callable[[str], None]) -> Progress:
+    """Turns counts into one line a tenth."""
+    shown = -1
+
+    def progress(done: int, total: int) -> None:
+        nonlocal shown
+        tenth = 10 * done // total
+        if tenth > shown:
+            shown = tenth
+            report(f"loading weights: {10 * tenth} %")
+
+    return progress
+
+
+def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
+    """ "auto" is fp32 on CPU and bf16 on CUDA."""
+    if name == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    if name not in _DTYPES:
+        raise ConfigurationError(f"unknown dtype {name!r}; auto, {', '.join(_DTYPES)} are known")
+    return _DTYPES[name]
+
+
+def context_length(spec: ModelSpec, asked: int | None) -> int:
+    """The context to serve: what was asked for if the model allows it, else what the model's author promises."""
+    length = spec.max_positions if asked is None else asked
+    if length < 1 or length > spec.position_limit:
+        raise ConfigurationError(f"max_model_len {length} is not in 1..{spec.position_limit}, the model's limit")
+    if spec.attention_window is not None and length > spec.attention_window:
+        raise ConfigurationError(
+            f"sliding-window attention ({spec.attention_window} tokens) is not supported:"
+            f" serve it within the window with max_model_len {spec.attention_window}"
+        )
+    return length
+
+
+def _open(source: ModelSource, config: EngineConfig) -> tuple[ModelSpec, TensorSource]:
+    if source.kind is SourceKind.GGUF:
+        return _open_gguf(source, config)
+    if config.load_format is LoadFormat.GGUF:
+        raise ConfigurationError(f"{source.path}: load format gguf needs a .gguf file")
+    spec = spec_from_directory(source.path)
+    if config.load_format is LoadFormat.DUMMY:
+        return spec, DummySource(spec, config.seed)
+    return spec, SafetensorsSource(source.path)
+
+
+def _open_gguf(source: ModelSource, config: EngineConfig) -> tuple[ModelSpec, TensorSource]:
+    # The `gguf` package is needed for GGUF files only.
+    from engine.model.gguf_weights import GgufSource
+
+    if config.load_format is LoadFormat.SAFETENSORS:
+        raise ConfigurationError(f"{source.path}: load format safetensors needs a directory")
+    file = read_gguf(source.path)
+    spec = spec_from_gguf(file)
+    if config.load_format is LoadFormat.DUMMY:
+        return spec, DummySource(spec, config.seed)
+    return spec, GgufSource(file, spec)
