@@ -53,3 +53,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     enforce_eager: bool = False
     seed: int = 0
     num_threads: int | None = None
+
+    def step_tokens(self, device_type: str) -> int:
+        """The token budget of one step on "cpu" or "cuda"."""
+        default = {"cpu": 256, "cuda": 2048}[device_type]
+        return default if self.max_num_batched_tokens is None else self.max_num_batched_tokens

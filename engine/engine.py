@@ -9,15 +9,16 @@ from dataclasses import dataclass, field
 
 import torch
 
-from engine.config import Device, EngineConfig
+from engine.config import Device, EngineConfig, LoadFormat
 from engine.errors import ConfigurationError, EngineError
 from engine.kv.allocator import make_allocator
 from engine.kv.block_table import BlockTables
 from engine.loop import StepLoop
-from engine.model.loader import LoadedModel, load_model
+from engine.model.loader import load_model
 from engine.run.kv_pool import allocate_pool, cpu_pool_blocks
 from engine.run.runner import EagerRunner
 from engine.schedule.scheduler import Scheduler, SchedulerLimits
+from engine.text.tokenizer import load_tokenizer
 from engine.types import (
     CandidateFinish,
     EngineInfo,
@@ -34,8 +35,6 @@ from engine.types import (
 )
 
 ProgressCallback = Callable[[str], None]
-
-_DEFAULT_BATCHED_TOKENS = {"cpu": 256, "cuda": 2048}
 
 
 @dataclass(slots=True)
@@ -71,22 +70,27 @@ class Engine:
         device = choose_device(config.device)
         if config.num_threads is not None:
             torch.set_num_threads(config.num_threads)
-        model = load_model(config, device, report)
+        model = load_model(config, device, _weights_progress(report))
         self.config = config
         self.model = model
+        self._read_vocabulary()
         self._build(device, report)
+
+    def _read_vocabulary(self) -> None:
+        """Ids that may be sampled, and those that end a sequence. A model of random weights needs no tokenizer."""
+        self.vocab_size = self.model.spec.vocab_size
+        self.eos_token_ids = set(self.model.spec.eos_token_ids)
+        if self.config.load_format is not LoadFormat.DUMMY:
+            tokenizer = load_tokenizer(self.config.model)
+            self.vocab_size = min(self.vocab_size, tokenizer.size)
+            self.eos_token_ids |= set(tokenizer.eos_token_ids)
 
     def _build(self, device: torch.device, report: ProgressCallback) -> None:
         config, model = self.config, self.model
         dtype = model.decoder.dtype
-        wanted_len = config.max_model_len or model.spec.max_positions
-        if wanted_len > model.spec.max_positions:
-            raise ConfigurationError(
-                f"max_model_len {wanted_len} exceeds the model's {model.spec.max_positions} positions"
-            )
-        max_batched_tokens = config.max_num_batched_tokens or _DEFAULT_BATCHED_TOKENS[device.type]
-        num_blocks = cpu_pool_blocks(config, model.spec, dtype, wanted_len)
-        max_context = min(wanted_len, num_blocks * config.block_size)
+        max_batched_tokens = config.step_tokens(device.type)
+        num_blocks = cpu_pool_blocks(config, model.spec, dtype, model.max_model_len)
+        max_context = min(model.max_model_len, num_blocks * config.block_size)
         report(f"claiming KV cache: {num_blocks * config.block_size} tokens")
         pool = allocate_pool(model.spec, num_blocks, config.block_size, dtype, device)
         allocator = make_allocator(config.allocator, num_blocks)
@@ -98,17 +102,34 @@ class Engine:
             max_queued_requests=config.max_queued_requests,
             max_queued_tokens=config.max_queued_tokens,
         )
-        scheduler = Scheduler(tables, limits, frozenset(model.eos_token_ids))
+        scheduler = Scheduler(tables, limits, frozenset(self.eos_token_ids))
         runner = EagerRunner(
             model.decoder,
             pool,
             tables,
             max_tokens=max_batched_tokens,
             max_seqs=config.max_num_seqs,
-            vocab_size=model.sampled_vocab_size,
+            vocab_size=self.vocab_size,
         )
         self.loop = StepLoop(scheduler, runner)
-        self.info = _info(config, model, device, limits, num_blocks)
+        self.info = self._info(device, limits, num_blocks)
+
+    def _info(self, device: torch.device, limits: SchedulerLimits, num_blocks: int) -> EngineInfo:
+        return EngineInfo(
+            instance_id=uuid.uuid4().hex,
+            model=self.config.served_model_name or self.model.source.name,
+            device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+            dtype=str(self.model.decoder.dtype).removeprefix("torch."),
+            vocab_size=self.vocab_size,
+            max_context_tokens=limits.max_context_tokens,
+            max_prompt_tokens=limits.max_context_tokens - 1,
+            max_num_seqs=limits.max_num_seqs,
+            max_queued_requests=limits.max_queued_requests,
+            max_queued_tokens=limits.max_queued_tokens,
+            block_size=self.config.block_size,
+            num_blocks=num_blocks,
+            eos_token_ids=sorted(self.eos_token_ids),
+        )
 
     @property
     def scheduler(self) -> Scheduler:
@@ -202,24 +223,18 @@ def choose_device(device: Device) -> torch.device:
     return torch.device("cuda" if usable and device is not Device.CPU else "cpu")
 
 
-def _info(
-    config: EngineConfig, model: LoadedModel, device: torch.device, limits: SchedulerLimits, num_blocks: int
-) -> EngineInfo:
-    return EngineInfo(
-        instance_id=uuid.uuid4().hex,
-        model=config.served_model_name or config.model,
-        device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
-        dtype=str(model.decoder.dtype).removeprefix("torch."),
-        vocab_size=model.sampled_vocab_size,
-        max_context_tokens=limits.max_context_tokens,
-        max_prompt_tokens=limits.max_context_tokens - 1,
-        max_num_seqs=limits.max_num_seqs,
-        max_queued_requests=limits.max_queued_requests,
-        max_queued_tokens=limits.max_queued_tokens,
-        block_size=config.block_size,
-        num_blocks=num_blocks,
-        eos_token_ids=sorted(model.eos_token_ids),
-    )
+def _weights_progress(report: ProgressCallback) -> Callable[[int, int], None]:
+    """A line at each tenth of the weights."""
+    reported = -1
+
+    def progress(done: int, total: int) -> None:
+        nonlocal reported
+        tenth = 10 * done // max(total, 1)
+        if tenth > reported:
+            reported = tenth
+            report(f"loading weights: {10 * tenth} %")
+
+    return progress
 
 
 def _collect(result: GenerationResult, event: Event) -> None:

@@ -50,5 +50,5 @@ class EagerRunner:
         sampling = plan.sampling
         if not sampling:
             return FinishedStep(StepOutcome([], []))
-        logits = self._decoder.logits(hidden[batch.logits_rows])
+        logits = self._decoder.logits(hidden)
         return FinishedStep(sample(logits, sampling, self._vocab_size))
