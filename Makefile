@@ -11,7 +11,7 @@ STAMP := $(VENV)/.setup-stamp
 
 say = @printf '\033[1m==> %s\033[0m\n' "$(1)"
 
-.PHONY: help setup build
+.PHONY: help setup build stub
 
 help: ## This list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | column -ts $$'\t'
@@ -32,3 +32,6 @@ $(STAMP): constraints.txt pyproject.toml
 
 build: ## The extension alone, in place (engine/_runtime.*.so), with the Python at hand
 	@$(PY) cuda/build.py --cuda $(CUDA) --jobs $(JOBS)
+
+stub: build ## Regenerate engine/_runtime.pyi from the built extension
+	@$(PY) -m nanobind.stubgen -q -m engine._runtime -o engine/_runtime.pyi

@@ -1,4 +1,4 @@
-"""Builds the extension into engine/ with plain cmake and ninja: `python cuda/build.py`. Needs nanobind, no package registry."""
+"""Builds the extension into engine/ with plain cmake and ninja, from what this Python has: no package registry."""
 
 from __future__ import annotations
 

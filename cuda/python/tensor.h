@@ -78,7 +78,7 @@ struct type_caster<octavo::python::Tensor> {
 
 template <>
 struct type_caster<octavo::python::OptionalTensor> {
-  NB_TYPE_CASTER(octavo::python::OptionalTensor, const_name("torch.Tensor | None"))
+  NB_TYPE_CASTER(octavo::python::OptionalTensor, const_name("torch.Tensor"))
   bool from_python(handle source, uint32_t, cleanup_list*) noexcept {
     value.object = source;
     return true;
