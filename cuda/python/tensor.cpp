@@ -1,5 +1,6 @@
 #include "python/tensor.h"
 
+#include <algorithm>
 #include <utility>
 #include <vector>
 
@@ -163,8 +164,9 @@ View& View::of(Scalar expected) {
 }
 
 View& View::contiguous() {
+  const bool empty = std::any_of(tensor_.shape, tensor_.shape + tensor_.ndim, [](int64_t size) { return size == 0; });
   int64_t dense = 1;
-  for (int axis = tensor_.ndim - 1; axis >= 0; --axis) {
+  for (int axis = tensor_.ndim - 1; axis >= 0 && !empty; --axis) {
     if (tensor_.shape[axis] != 1 && strides_[axis] != dense) fail("must be contiguous");
     dense *= tensor_.shape[axis];
   }
