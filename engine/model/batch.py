@@ -15,6 +15,8 @@ class ForwardBatch:
     block_tables: int32 [S, B]. query_start: int32 [S + 1]. context_lens: int32 [S], this step's tokens included.
     max_query_len: the longest query; 1 means a pure decode step. logits_rows: int32 or int64 [n], rows of [T] to score.
     kv_pool: [num_blocks, layers, 2, kv_heads, block_size, head_dim]. workspace: uint8, CUDA only.
+    num_decodes: how many of the first sequences have one query token; prefill_start: int32 [S - num_decodes + 1],
+    prefix sums of the others' query lengths. On CUDA the two kinds of a mixed step go to their own attention kernels.
     """
 
     token_ids: torch.Tensor
@@ -27,3 +29,5 @@ class ForwardBatch:
     logits_rows: torch.Tensor
     kv_pool: torch.Tensor
     workspace: torch.Tensor | None = None
+    num_decodes: int = 0
+    prefill_start: torch.Tensor | None = None

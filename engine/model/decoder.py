@@ -148,19 +148,32 @@ class Decoder:
             norm_eps=spec.norm_eps,
         )
         attended = buffers.attended[:tokens]
-        ops.paged_attention(
-            attended.view(tokens, spec.q_heads, spec.head_dim),
-            query,
-            batch.kv_pool,
-            index,
-            batch.block_tables,
-            batch.query_start,
-            batch.context_lens,
-            max_query_len=batch.max_query_len,
-            scale=self._scale,
-            workspace=batch.workspace,
-        )
+        self._attend(index, attended.view(tokens, spec.q_heads, spec.head_dim), query, batch)
         return layer.o(attended, buffers.projected[:tokens])
+
+    def _attend(self, index: int, out: Tensor, query: Tensor, batch: ForwardBatch) -> None:
+        """One call, or two for a mixed step on CUDA, whose decodes and chunks have kernels of their own."""
+
+        def call(rows: slice, sequences: slice, query_start: Tensor, max_query_len: int) -> None:
+            ops.paged_attention(
+                out[rows],
+                query[rows],
+                batch.kv_pool,
+                index,
+                batch.block_tables[sequences],
+                query_start,
+                batch.context_lens[sequences],
+                max_query_len=max_query_len,
+                scale=self._scale,
+                workspace=batch.workspace,
+            )
+
+        decodes = batch.num_decodes
+        if batch.max_query_len == 1 or not decodes or batch.prefill_start is None or not out.is_cuda:
+            call(slice(None), slice(None), batch.query_start, batch.max_query_len)
+            return
+        call(slice(0, decodes), slice(0, decodes), batch.query_start[: decodes + 1], 1)
+        call(slice(decodes, None), slice(decodes, None), batch.prefill_start, batch.max_query_len)
 
     def _mlp(self, layer: LayerWeights, normed: Tensor) -> Tensor:
         tokens, buffers = normed.shape[0], self._buffers

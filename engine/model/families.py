@@ -5,7 +5,6 @@ Anything that would change the model's output and is not implemented is refused 
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -13,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import ConfigurationError
-from engine.model.gguf_file import GgufFile
+from engine.model.gguf_file import GgufFile, gguf_end_tokens
+from engine.model.json_file import read_json
 from engine.model.spec import ModelSpec, RopeSpec
 
 Config = Mapping[str, Any]
@@ -64,19 +64,6 @@ FAMILIES = {
     ),
 }
 _BASE_DEFAULTS = {"max_position_embeddings": 2048, "rms_norm_eps": 1e-6, "rope_theta": 10_000.0, "hidden_act": "silu"}
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in `path`. Raises ConfigurationError with one line."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigurationError(f"{path}: cannot be read: {error.strerror or error}") from None
-    except ValueError as error:
-        raise ConfigurationError(f"{path}: not valid JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise ConfigurationError(f"{path}: a JSON object is expected")
-    return value
 
 
 def spec_from_directory(path: Path) -> ModelSpec:
@@ -348,13 +335,6 @@ def _spec_from_gguf(file: GgufFile) -> ModelSpec:
         eos_token_ids=gguf_end_tokens(file.metadata),
         dtype="bfloat16",
     )
-
-
-def gguf_end_tokens(metadata: Config) -> tuple[int, ...]:
-    """Every id that ends a turn or a text, without repeats."""
-    keys = ("eos_token_id", "eot_token_id", "eom_token_id")
-    ids = [metadata.get(f"tokenizer.ggml.{key}") for key in keys]
-    return tuple(dict.fromkeys(item for item in ids if isinstance(item, int)))
 
 
 def _rope_from_gguf(view: _View, file: GgufFile, head_dim: int, max_positions: int) -> RopeSpec:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import struct
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -87,6 +88,13 @@ def read_gguf(path: Path) -> GgufFile:
     except OSError as error:
         raise ConfigurationError(f"{path}: cannot be read: {error.strerror or error}") from None
     return _Parser(path, mapped).parse()
+
+
+def gguf_end_tokens(metadata: Mapping[str, Any]) -> tuple[int, ...]:
+    """Every id that ends a turn or a text, without repeats."""
+    keys = ("eos_token_id", "eot_token_id", "eom_token_id")
+    ids = [metadata.get(f"tokenizer.ggml.{key}") for key in keys]
+    return tuple(dict.fromkeys(item for item in ids if isinstance(item, int)))
 
 
 class _Parser:

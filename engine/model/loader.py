@@ -17,6 +17,7 @@ from engine.model.gguf_file import read_gguf
 from engine.model.source import ModelSource, SourceKind, resolve
 from engine.model.spec import ModelSpec
 from engine.model.weights import SafetensorsSource
+from engine.text.tokenizer import Tokenizer
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -58,7 +59,17 @@ def load_model(config: EngineConfig, device: torch.device, report: Callable[[str
         max_logits=config.max_num_seqs,
         max_positions=max_model_len,
     )
-    return LoadedModel(spec, decoder, source, max_model_len, frozenset(spec.eos_token_ids), spec.vocab_size)
+    end_ids, sampled = _vocabulary(spec, source, report)
+    return LoadedModel(spec, decoder, source, max_model_len, end_ids, sampled)
+
+
+def _vocabulary(spec: ModelSpec, source: ModelSource, report: Callable[[str], None]) -> tuple[frozenset[int], int]:
+    """Ids that end a text, and how many ids may be sampled."""
+    if source.kind is SourceKind.DIRECTORY and not (source.path / "tokenizer.json").is_file():
+        report(f"{source.path} has no tokenizer.json: every id of the vocabulary may be sampled")
+        return frozenset(spec.eos_token_ids), spec.vocab_size
+    tokenizer = Tokenizer.from_source(source)
+    return tokenizer.eos_token_ids | set(spec.eos_token_ids), min(tokenizer.size, spec.vocab_size)
 
 
 def _tenths(report: Callable[[str], None]) -> Progress:
