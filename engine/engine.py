@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from engine.config import Device, EngineConfig, LoadFormat
+from engine.config import Device, EngineConfig
 from engine.errors import ConfigurationError, EngineError
 from engine.kv.allocator import make_allocator
 from engine.kv.block_table import BlockTables
@@ -18,7 +18,6 @@ from engine.model.loader import load_model
 from engine.run.kv_pool import allocate_pool, cpu_pool_blocks
 from engine.run.runner import EagerRunner
 from engine.schedule.scheduler import Scheduler, SchedulerLimits
-from engine.text.tokenizer import load_tokenizer
 from engine.types import (
     CandidateFinish,
     EngineInfo,
@@ -70,20 +69,10 @@ class Engine:
         device = choose_device(config.device)
         if config.num_threads is not None:
             torch.set_num_threads(config.num_threads)
-        model = load_model(config, device, _weights_progress(report))
+        model = load_model(config, device, report)
         self.config = config
         self.model = model
-        self._read_vocabulary()
         self._build(device, report)
-
-    def _read_vocabulary(self) -> None:
-        """Ids that may be sampled, and those that end a sequence. A model of random weights needs no tokenizer."""
-        self.vocab_size = self.model.spec.vocab_size
-        self.eos_token_ids = set(self.model.spec.eos_token_ids)
-        if self.config.load_format is not LoadFormat.DUMMY:
-            tokenizer = load_tokenizer(self.config.model)
-            self.vocab_size = min(self.vocab_size, tokenizer.size)
-            self.eos_token_ids |= set(tokenizer.eos_token_ids)
 
     def _build(self, device: torch.device, report: ProgressCallback) -> None:
         config, model = self.config, self.model
@@ -102,15 +91,8 @@ class Engine:
             max_queued_requests=config.max_queued_requests,
             max_queued_tokens=config.max_queued_tokens,
         )
-        scheduler = Scheduler(tables, limits, frozenset(self.eos_token_ids))
-        runner = EagerRunner(
-            model.decoder,
-            pool,
-            tables,
-            max_tokens=max_batched_tokens,
-            max_seqs=config.max_num_seqs,
-            vocab_size=self.vocab_size,
-        )
+        scheduler = Scheduler(tables, limits, frozenset(self.model.eos_token_ids))
+        runner = EagerRunner(model.decoder, pool, tables, self.model.sampled_vocab_size)
         self.loop = StepLoop(scheduler, runner)
         self.info = self._info(device, limits, num_blocks)
 
@@ -120,7 +102,7 @@ class Engine:
             model=self.config.served_model_name or self.model.source.name,
             device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
             dtype=str(self.model.decoder.dtype).removeprefix("torch."),
-            vocab_size=self.vocab_size,
+            vocab_size=self.model.sampled_vocab_size,
             max_context_tokens=limits.max_context_tokens,
             max_prompt_tokens=limits.max_context_tokens - 1,
             max_num_seqs=limits.max_num_seqs,
@@ -128,7 +110,7 @@ class Engine:
             max_queued_tokens=limits.max_queued_tokens,
             block_size=self.config.block_size,
             num_blocks=num_blocks,
-            eos_token_ids=sorted(self.eos_token_ids),
+            eos_token_ids=sorted(self.model.eos_token_ids),
         )
 
     @property
@@ -221,20 +203,6 @@ def choose_device(device: Device) -> torch.device:
         missing = "torch sees no GPU" if not torch.cuda.is_available() else "the runtime was built without CUDA"
         raise ConfigurationError(f"device cuda: {missing}")
     return torch.device("cuda" if usable and device is not Device.CPU else "cpu")
-
-
-def _weights_progress(report: ProgressCallback) -> Callable[[int, int], None]:
-    """A line at each tenth of the weights."""
-    reported = -1
-
-    def progress(done: int, total: int) -> None:
-        nonlocal reported
-        tenth = 10 * done // max(total, 1)
-        if tenth > reported:
-            reported = tenth
-            report(f"loading weights: {10 * tenth} %")
-
-    return progress
 
 
 def _collect(result: GenerationResult, event: Event) -> None:

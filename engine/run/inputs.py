@@ -1,65 +1,112 @@
-"""A plan's tokens, positions, slots and tables as tensors, built in buffers that live as long as the runner."""
+"""A plan's tokens, positions, slots and tables as arrays."""
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from engine.kv.block_table import BlockTables
-from engine.model.batch import ForwardBatch
-from engine.schedule.plan import StepPlan
+from engine.schedule.plan import ScheduledSequence, StepPlan
+
+Int32Array = NDArray[np.int32]
+Int64Array = NDArray[np.int64]
+
+HOST_TOKEN = -1  # in `sources`: the token's value is in `token_ids`
 
 
-class StepInputs:
-    """Host buffers sized for the largest step; `fill` writes a plan into them and gives views of the used part."""
+@dataclass(frozen=True, slots=True)
+class StepArrays:
+    """T tokens of S sequences, as in ForwardBatch. `sources` [T]: the slot whose newest token on the device is this
+    one, or HOST_TOKEN. `prefill_start`: query_start of the sequences behind the first `num_decodes`, counted from their
+    first."""
 
-    def __init__(self, tables: BlockTables, max_tokens: int, max_seqs: int, device: torch.device) -> None:
-        self._tables = tables
-        self._device = device
-        self._token_ids = np.zeros(max_tokens, dtype=np.int32)
-        self._positions = np.zeros(max_tokens, dtype=np.int32)
-        self._slots = np.zeros(max_tokens, dtype=np.int64)
-        self._query_start = np.zeros(max_seqs + 1, dtype=np.int32)
-        self._context_lens = np.zeros(max_seqs, dtype=np.int32)
-        self._logits_rows = np.zeros(max_seqs, dtype=np.int64)
+    token_ids: Int32Array
+    sources: Int32Array
+    positions: Int32Array
+    slots: Int64Array
+    block_tables: Int32Array
+    query_start: Int32Array
+    context_lens: Int32Array
+    logits_rows: Int64Array
+    prefill_start: Int32Array
+    num_decodes: int
+    max_query_len: int
 
-    def fill(self, plan: StepPlan, kv_pool: torch.Tensor) -> ForwardBatch:
-        """The batch of a plan. Every scheduled token's value must be known to the host."""
-        block_size = self._tables.block_size
-        row, longest, sampled = 0, 0, 0
-        for index, entry in enumerate(plan.scheduled):
-            end = row + entry.count
-            stop = entry.start + entry.count
-            self._token_ids[row:end] = entry.sequence.token_ids[entry.start : stop]
-            positions = np.arange(entry.start, stop, dtype=np.int32)
-            self._positions[row:end] = positions
-            blocks = self._tables.rows[entry.slot, positions // block_size].astype(np.int64)
-            self._slots[row:end] = blocks * block_size + positions % block_size
-            self._query_start[index + 1] = end
-            self._context_lens[index] = stop
-            if entry.samples:
-                self._logits_rows[sampled] = end - 1
-                sampled += 1
-            longest = max(longest, stop)
-            row = end
-        count = len(plan.scheduled)
-        slots = [entry.slot for entry in plan.scheduled]
-        width = max(1, self._tables.blocks_for(longest))
-        return ForwardBatch(
-            token_ids=self._tensor(self._token_ids[:row]),
-            positions=self._tensor(self._positions[:row]),
-            slots=self._tensor(self._slots[:row]),
-            block_tables=self._tensor(np.ascontiguousarray(self._tables.rows[slots, :width])),
-            query_start=self._tensor(self._query_start[: count + 1]),
-            context_lens=self._tensor(self._context_lens[:count]),
-            max_query_len=max(entry.count for entry in plan.scheduled),
-            logits_rows=self._tensor(self._logits_rows[:sampled]),
-            kv_pool=kv_pool,
-        )
 
-    def _tensor(self, array: NDArray[np.integer[Any]]) -> torch.Tensor:
-        tensor = torch.from_numpy(array)
-        return tensor if self._device.type == "cpu" else tensor.to(self._device)
+def prefill_arrays(plan: StepPlan, tables: BlockTables) -> StepArrays:
+    """Any plan. Tables are as wide as the longest context needs."""
+    entries = plan.scheduled
+    counts = np.fromiter((entry.count for entry in entries), dtype=np.int32, count=len(entries))
+    query_start = np.zeros(len(entries) + 1, dtype=np.int32)
+    np.cumsum(counts, out=query_start[1:])
+    context_lens = np.fromiter((entry.start + entry.count for entry in entries), dtype=np.int32, count=len(entries))
+    sampled = np.fromiter((entry.samples for entry in entries), dtype=bool, count=len(entries))
+    num_decodes = int((counts == 1).sum())
+    width = tables.blocks_for(int(context_lens.max()))
+    rows = np.fromiter((entry.slot for entry in entries), dtype=np.int32, count=len(entries))
+    positions = np.concatenate([np.arange(entry.start, entry.start + entry.count, dtype=np.int32) for entry in entries])
+    token_ids, sources = _tokens(entries, int(query_start[-1]))
+    return StepArrays(
+        token_ids=token_ids,
+        sources=sources,
+        positions=positions,
+        slots=_slots(tables, np.repeat(rows, counts), positions),
+        block_tables=tables.rows[rows, :width],
+        query_start=query_start,
+        context_lens=context_lens,
+        logits_rows=(query_start[1:] - 1)[sampled].astype(np.int64),
+        prefill_start=query_start[num_decodes:] - query_start[num_decodes],
+        num_decodes=num_decodes,
+        max_query_len=int(counts.max()),
+    )
+
+
+def decode_arrays(plan: StepPlan, tables: BlockTables, bucket: int) -> StepArrays:
+    """A plan of one token a sequence, padded to `bucket` rows. A padded row reads nothing (context 0) and writes its K
+    and V to the scratch block. Tables have their full width, so that shapes depend on the bucket alone."""
+    entries, count = plan.scheduled, len(plan.scheduled)
+    positions = np.zeros(bucket, dtype=np.int32)
+    context_lens = np.zeros(bucket, dtype=np.int32)
+    slots = np.zeros(bucket, dtype=np.int64)
+    block_tables = np.zeros((bucket, tables.rows.shape[1]), dtype=np.int32)
+    rows = np.fromiter((entry.slot for entry in entries), dtype=np.int32, count=count)
+    positions[:count] = np.fromiter((entry.start for entry in entries), dtype=np.int32, count=count)
+    context_lens[:count] = positions[:count] + 1
+    slots[:count] = _slots(tables, rows, positions[:count])
+    block_tables[:count] = tables.rows[rows]
+    token_ids, sources = _tokens(entries, bucket)
+    return StepArrays(
+        token_ids=token_ids,
+        sources=sources,
+        positions=positions,
+        slots=slots,
+        block_tables=block_tables,
+        query_start=np.arange(bucket + 1, dtype=np.int32),
+        context_lens=context_lens,
+        logits_rows=np.arange(bucket, dtype=np.int64),
+        prefill_start=np.zeros(1, dtype=np.int32),
+        num_decodes=bucket,
+        max_query_len=1,
+    )
+
+
+def _tokens(entries: tuple[ScheduledSequence, ...], length: int) -> tuple[Int32Array, Int32Array]:
+    token_ids = np.zeros(length, dtype=np.int32)
+    sources = np.full(length, HOST_TOKEN, dtype=np.int32)
+    row = 0
+    for entry in entries:
+        known = entry.sequence.token_ids
+        if entry.start < len(known):
+            token_ids[row : row + entry.count] = known[entry.start : entry.start + entry.count]
+        else:
+            sources[row] = entry.slot  # sampled by a step that is still running
+        row += entry.count
+    return token_ids, sources
+
+
+def _slots(tables: BlockTables, rows: Int32Array, positions: Int32Array) -> Int64Array:
+    blocks = tables.rows[rows, positions // tables.block_size].astype(np.int64)
+    slots: Int64Array = blocks * tables.block_size + positions % tables.block_size
+    return slots
