@@ -1,0 +1,88 @@
+"""Refusals that need no step of the engine: draining, dead, full, or a deadline that cannot be met."""
+
+from __future__ import annotations
+
+import time
+
+from engine import EngineState
+from service.replica import Replica
+from service.request import Generation
+from service.status import (
+    Failure,
+    RequestRefusedError,
+    deadline_unattainable,
+    draining,
+    engine_died,
+    engine_starting,
+    queue_full,
+)
+
+LEAST_RETRY_SECONDS = 0.1
+MOST_RETRY_SECONDS = 30.0
+
+
+class Admission:
+    """The first bound; the engine's own queue is the second. Both refuse with the same statuses."""
+
+    def __init__(self, replica: Replica) -> None:
+        self._replica = replica
+
+    def check(self) -> None:
+        """Before tokenization. Raises RequestRefusedError."""
+        failure = self._unavailable() or self._full()
+        if failure is not None:
+            raise RequestRefusedError(failure)
+
+    def check_prompt(self, generation: Generation, prompt_tokens: int, deadline: float | None) -> None:
+        """Once the prompt's length is known. deadline: `time.monotonic()` seconds for the first token."""
+        failure = (
+            self._unavailable() or self._queue_without_room(prompt_tokens) or self._too_late(prompt_tokens, deadline)
+        )
+        if failure is not None:
+            raise RequestRefusedError(failure)
+
+    def queue_delay(self) -> float:
+        """Seconds until a request sent now would be scheduled, at the recent prefill rate; 0 if nothing waits."""
+        stats = self._replica.engine.stats
+        if not stats.queued_requests or stats.prefill_tokens_per_second <= 0:
+            return 0.0
+        return stats.queued_prompt_tokens / stats.prefill_tokens_per_second
+
+    def retry_after(self) -> float:
+        return min(MOST_RETRY_SECONDS, max(LEAST_RETRY_SECONDS, self.queue_delay()))
+
+    def _unavailable(self) -> Failure | None:
+        if self._replica.draining:
+            return draining()
+        match self._replica.engine.state:
+            case EngineState.READY:
+                return None
+            case EngineState.STARTING:
+                return engine_starting()
+            case _:
+                return engine_died(self._replica.info.instance_id)
+
+    def _full(self) -> Failure | None:
+        """`live` counts the request that asks. More than running and queue can hold is refused without a step."""
+        info, live = self._replica.info, len(self._replica.live)
+        if live <= info.max_num_seqs + info.max_queued_requests:
+            return None
+        problem = f"{live - 1} requests are live; {info.max_num_seqs} may run and {info.max_queued_requests} wait"
+        return queue_full(problem, self.retry_after())
+
+    def _queue_without_room(self, prompt_tokens: int) -> Failure | None:
+        info, stats = self._replica.info, self._replica.engine.stats
+        if not stats.queued_requests:
+            return None
+        if stats.queued_prompt_tokens + prompt_tokens <= info.max_queued_tokens:
+            return None
+        problem = f"{stats.queued_prompt_tokens} prompt tokens wait; at most {info.max_queued_tokens} may"
+        return queue_full(problem, self.retry_after())
+
+    def _too_late(self, prompt_tokens: int, deadline: float | None) -> Failure | None:
+        stats = self._replica.engine.stats
+        if deadline is None or not stats.queued_requests or stats.prefill_tokens_per_second <= 0:
+            return None
+        estimated = self.queue_delay() + prompt_tokens / stats.prefill_tokens_per_second
+        left = deadline - time.monotonic()
+        return deadline_unattainable(estimated, max(0.0, left)) if estimated > left else None

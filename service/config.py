@@ -1,0 +1,27 @@
+"""What the service is started with, besides the engine's own configuration."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from service.stream import StreamLimits
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceConfig:
+    """port 0 picks a free one; metrics_port None serves no metrics. Times in seconds, sizes in bytes.
+
+    drain_timeout: how long running requests may go on after SIGTERM. drain_grace: how long at least the listener stays
+    open to refuse politely. heartbeat_timeout: an engine silent for longer is not ready. max_message_bytes: the largest
+    request that is accepted, which bounds prompts too.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 50051
+    metrics_port: int | None = None
+    drain_timeout: float = 30.0
+    drain_grace: float = 0.5
+    heartbeat_timeout: float = 2.0
+    max_message_bytes: int = 4 << 20
+    tokenizer_threads: int = 2
+    stream: StreamLimits = field(default_factory=StreamLimits)

@@ -1,0 +1,203 @@
+"""GenerationService: one request or many on one stream, unary, and cancelling from outside."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+from grpc import aio
+
+from octavo.v1 import generation_pb2, generation_pb2_grpc
+from service import convert
+from service.intake import Intake
+from service.output import PendingBytes, RequestOutput
+from service.replica import Replica
+from service.request import Generation
+from service.status import (
+    Failure,
+    RequestRefusedError,
+    abort,
+    abort_bounded,
+    duplicate_request_id,
+    invalid,
+)
+from service.stream import OutputStream
+
+LOGGER = logging.getLogger(__name__)
+
+Context = aio.ServicerContext[Any, Any]
+
+
+class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
+    def __init__(self, replica: Replica) -> None:
+        self._replica = replica
+        self._intake = Intake(replica)
+
+    async def Generate(  # type: ignore[override]  # writes by context.write
+        self, request_iterator: AsyncIterator[generation_pb2.GenerateRequest], context: Context
+    ) -> None:
+        call = StreamCall(self._replica, self._intake, context, generation_pb2.GenerateResponse, multiplexed=True)
+        await call.serve(lambda: call.read(request_iterator))
+
+    async def GenerateStream(  # type: ignore[override]  # writes by context.write
+        self, request: generation_pb2.GenerateStreamRequest, context: Context
+    ) -> None:
+        response = generation_pb2.GenerateStreamResponse
+        call = StreamCall(self._replica, self._intake, context, response, multiplexed=False)
+        await call.serve(lambda: call.read_one(request.start))
+
+    async def GenerateUnary(
+        self, request: generation_pb2.GenerateUnaryRequest, context: Context
+    ) -> generation_pb2.GenerateUnaryResponse:
+        arrival = time.monotonic()
+        deadline = rpc_deadline(context, arrival)
+        done = asyncio.Event()
+
+        def on_ready(output: RequestOutput) -> None:
+            if output.closed:
+                done.set()
+
+        parsed = parse(request.start, self._replica, arrival, windowed=False)
+        if isinstance(parsed, Failure):
+            output = self._intake.refused("", parsed, arrival, PendingBytes(), on_ready)
+        else:
+            output = self._intake.begin(parsed, PendingBytes(), on_ready, deadline)
+        try:
+            await done.wait()
+        finally:
+            if not output.closed:
+                output.control.release()
+        if output.failure is not None:
+            await abort(context, output.failure)
+        return output.take_all()
+
+    async def CancelGenerations(
+        self, request: generation_pb2.CancelGenerationsRequest, context: Context
+    ) -> generation_pb2.CancelGenerationsResponse:
+        cancelled = []
+        for request_id in request.request_ids:
+            live = self._replica.live.find(request_id)
+            if live is not None and live.cancel():
+                cancelled.append(request_id)
+                LOGGER.info(
+                    "cancelled from outside",
+                    extra={"request_id": live.engine_id, "reason": request.reason},
+                )
+        return generation_pb2.CancelGenerationsResponse(cancelled_request_ids=cancelled)
+
+
+class StreamCall:
+    """One streaming RPC: a reader of actions, a writer of events, and the requests between them."""
+
+    def __init__(
+        self,
+        replica: Replica,
+        intake: Intake,
+        context: Context,
+        response: Callable[[], Any],
+        *,
+        multiplexed: bool,
+    ) -> None:
+        self._replica = replica
+        self._intake = intake
+        self._context = context
+        self._multiplexed = multiplexed
+        self._deadline = rpc_deadline(context, time.monotonic())
+        self._last: RequestOutput | None = None
+        self._stream = OutputStream(context.write, response, replica.config.stream, multiplexed=multiplexed)
+
+    async def serve(self, read: Callable[[], Any]) -> None:
+        """Runs until input and requests have ended. However it ends, the engine forgets its requests at once."""
+        stream = self._stream
+        self._replica.streams.add(stream)
+        tasks = [asyncio.create_task(read()), asyncio.create_task(stream.run())]
+        try:
+            failure = await self._outcome(*tasks)
+        finally:
+            self._release()
+            for task in tasks:
+                task.cancel()
+        if failure is not None:
+            await abort_bounded(self._context, failure)
+
+    async def _outcome(self, reader: asyncio.Task[None], writer: asyncio.Task[None]) -> Failure | None:
+        stream = self._stream
+        reader.add_done_callback(lambda task: self._on_read_end(task))
+        ends: set[asyncio.Future[Any]] = {writer, stream.failed}
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        if stream.failed.done():
+            return stream.failed.result()
+        writer.result()
+        return None if self._multiplexed or self._last is None else self._last.failure
+
+    def _on_read_end(self, reader: asyncio.Task[None]) -> None:
+        self._stream.close_input()
+        if not reader.cancelled() and (error := reader.exception()) is not None:
+            LOGGER.error("reading a stream failed", exc_info=error)
+
+    def _release(self) -> None:
+        self._replica.streams.remove(self._stream)
+        for output in self._stream.outputs.values():
+            if not output.closed:
+                output.control.release()
+
+    # --- actions ----------------------------------------------------------------------------------------------------
+
+    async def read(self, requests: AsyncIterator[generation_pb2.GenerateRequest]) -> None:
+        async for message in requests:
+            match message.WhichOneof("action"):
+                case "start":
+                    self._start(message.start)
+                case "cancel":
+                    self._cancel(message.cancel.request_id)
+                case "acknowledge":
+                    self._acknowledge(message.acknowledge)
+                case _:
+                    self._stream.fail(invalid("action", "is missing: set start, cancel or acknowledge"))
+            if self._stream.failed.done():
+                return
+
+    async def read_one(self, start: generation_pb2.StartGeneration) -> None:
+        self._start(start)
+
+    def _start(self, start: generation_pb2.StartGeneration) -> None:
+        arrival = time.monotonic()
+        if start.request_id and start.request_id in self._stream.outputs:
+            self._stream.fail(duplicate_request_id(start.request_id))
+            return
+        parsed = parse(start, self._replica, arrival, windowed=self._multiplexed)
+        stream = self._stream
+        if isinstance(parsed, Failure):
+            output = self._intake.refused(start.request_id, parsed, arrival, stream.pending, stream.mark_ready)
+        else:
+            output = self._intake.begin(parsed, stream.pending, stream.mark_ready, self._deadline)
+        self._last = output
+        stream.attach(output)
+
+    def _cancel(self, request_id: str) -> None:
+        output = self._stream.outputs.get(request_id)
+        if output is not None:
+            output.control.cancel()
+
+    def _acknowledge(self, message: generation_pb2.AcknowledgeOutput) -> None:
+        output = self._stream.outputs.get(message.request_id)
+        if output is not None:
+            output.acknowledge(message.candidate_index, message.token_count)
+
+
+def parse(
+    start: generation_pb2.StartGeneration, replica: Replica, arrival: float, *, windowed: bool
+) -> Generation | Failure:
+    try:
+        return convert.parse_start(start, replica.model, arrival, windowed=windowed)
+    except RequestRefusedError as error:
+        return error.failure
+
+
+def rpc_deadline(context: Context, now: float) -> float | None:
+    """The RPC's deadline as `time.monotonic()` seconds."""
+    left = context.time_remaining()
+    return None if left is None else now + left

@@ -1,0 +1,174 @@
+"""A request's way in: admission, tokenization, hand-over to the engine."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from engine import EngineDiedError, InvalidRequestError
+from engine.types import GenerationRequest
+from service import convert
+from service.admission import Admission
+from service.live import LiveRequest
+from service.output import PendingBytes, RequestOutput
+from service.replica import Replica
+from service.request import ChatPrompt, Generation, TextPrompt, TokenPrompt
+from service.status import Failure, RequestRefusedError, engine_died, internal, invalid
+
+LOGGER = logging.getLogger(__name__)
+
+# Shorter text is tokenized at once: a hop to another thread and back costs more.
+INLINE_BYTES = 4096
+
+
+class Intake:
+    """Starts requests. Whatever stands against one becomes its output's failure, never an exception."""
+
+    def __init__(self, replica: Replica) -> None:
+        self._replica = replica
+        self._admission = Admission(replica)
+
+    def refused(
+        self,
+        request_id: str,
+        failure: Failure,
+        arrival: float,
+        pending: PendingBytes,
+        on_ready: Callable[[RequestOutput], None],
+    ) -> RequestOutput:
+        """The output of a request that did not pass validation."""
+        generation = Generation(request_id, TokenPrompt([]), arrival)
+        _, output = self._new_output(generation, pending, on_ready, candidates=0)
+        output.fail(failure)
+        return output
+
+    def begin(
+        self,
+        generation: Generation,
+        pending: PendingBytes,
+        on_ready: Callable[[RequestOutput], None],
+        rpc_deadline: float | None,
+    ) -> RequestOutput:
+        """Starts a request; long prompts are tokenized in a thread meanwhile. rpc_deadline: `time.monotonic()`."""
+        request, output = self._new_output(generation, pending, on_ready, generation.sampling.n)
+        self._replica.live.add(request)
+        deadline = _earlier(rpc_deadline, _after(generation.arrival, generation.timeout))
+        try:
+            self._admission.check()
+            self._check_bytes(generation)
+            if _text_bytes(generation) <= INLINE_BYTES:
+                self._submit(request, output, deadline, self._tokenize(generation))
+            else:
+                request.tokenization = asyncio.create_task(self._tokenize_apart(request, output, deadline))
+        except Exception as error:
+            output.fail(_failure_of(error, self._replica))
+        return output
+
+    def _new_output(
+        self,
+        generation: Generation,
+        pending: PendingBytes,
+        on_ready: Callable[[RequestOutput], None],
+        candidates: int,
+    ) -> tuple[LiveRequest, RequestOutput]:
+        replica = self._replica
+        engine_id = replica.new_engine_id()
+        client_id = generation.request_id or engine_id
+        request = LiveRequest(replica.engine, engine_id, client_id, replica.live)
+        texts = [
+            replica.new_output_text(
+                replica.tokenizer,
+                generation.stop_sequences,
+                generation.include_stop,
+                generation.output.skip_special_tokens,
+            )
+            for _ in range(candidates)
+        ]
+        timer = replica.metrics.timer(generation.arrival)
+        output = RequestOutput(generation, request, replica.tokenizer, texts, timer, pending, on_ready)
+        request.output = output
+        return request, output
+
+    def _check_bytes(self, generation: Generation) -> None:
+        if not isinstance(generation.prompt, TokenPrompt):
+            convert.check_prompt_bytes(_text_bytes(generation), self._replica.max_prompt_bytes, self._replica.info)
+
+    def _tokenize(self, generation: Generation) -> list[int]:
+        """Called on any thread."""
+        tokenizer = self._replica.tokenizer
+        match generation.prompt:
+            case TokenPrompt(token_ids):
+                return token_ids
+            case TextPrompt(text):
+                return tokenizer.encode(text)
+            case ChatPrompt(messages, add_generation_prompt, template_arguments):
+                ids, _ = tokenizer.encode_chat(messages, add_generation_prompt, template_arguments)
+                return ids
+
+    async def _tokenize_apart(self, request: LiveRequest, output: RequestOutput, deadline: float | None) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            token_ids = await loop.run_in_executor(self._replica.tokenizer_threads, self._tokenize, output.generation)
+            if not output.closed:
+                self._submit(request, output, deadline, token_ids)
+        except Exception as error:
+            output.fail(_failure_of(error, self._replica))
+
+    def _submit(
+        self, request: LiveRequest, output: RequestOutput, deadline: float | None, token_ids: list[int]
+    ) -> None:
+        generation = output.generation
+        convert.check_prompt_length(len(token_ids), self._replica.info)
+        queue_deadline = _after(generation.arrival, generation.queue_timeout)
+        self._admission.check_prompt(generation, len(token_ids), _earlier(deadline, queue_deadline))
+        output.prompt_token_ids = token_ids
+        self._replica.engine.submit(
+            GenerationRequest(
+                request_id=request.engine_id,
+                prompt_token_ids=token_ids,
+                sampling=generation.sampling,
+                stop=generation.stop,
+                top_logprobs=generation.output.top_logprobs,
+                priority=generation.priority,
+                deadline=deadline,
+                queue_deadline=queue_deadline,
+                cache_salt=generation.cache_salt,
+                cache_bypass=generation.cache_bypass,
+            ),
+            output.on_engine_events,
+        )
+        request.submitted = True
+
+
+def _failure_of(error: Exception, replica: Replica) -> Failure:
+    match error:
+        case RequestRefusedError():
+            return error.failure
+        case InvalidRequestError():
+            return invalid(f"start.{error.field}", error.message)
+        case EngineDiedError():
+            return engine_died(replica.info.instance_id)
+        case _:
+            LOGGER.exception("request could not be started", exc_info=error)
+            return internal(f"{type(error).__name__} while starting the request")
+
+
+def _text_bytes(generation: Generation) -> int:
+    match generation.prompt:
+        case TextPrompt(text):
+            return len(text.encode())
+        case ChatPrompt() as chat:
+            return chat.text_bytes
+        case TokenPrompt():
+            return 0
+
+
+def _after(start: float, seconds: float | None) -> float | None:
+    return None if seconds is None else start + seconds
+
+
+def _earlier(first: float | None, second: float | None) -> float | None:
+    if first is None or second is None:
+        return second if first is None else first
+    return min(first, second)

@@ -1,0 +1,401 @@
+"""One request's way out: engine events in, gapless output events out, in the pace that its client asked for."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from engine.types import (
+    Admitted,
+    CandidateFinish,
+    Event,
+    FinishReason,
+    RequestFailed,
+    RequestFinished,
+    Timing,
+    TokenLogprob,
+    TokensGenerated,
+    Usage,
+)
+from octavo.v1 import generation_pb2
+from service import convert
+from service.metrics import RequestTimer
+from service.request import Generation, OutputOptions
+from service.status import Failure, from_engine, internal
+from service.text import Delta, OutputText, Tokenizer
+
+LOGGER = logging.getLogger(__name__)
+
+# What an event costs in memory and on the wire beside its text, roughly, in bytes.
+EVENT_BYTES = 48
+TOKEN_BYTES = 4
+LOGPROB_BYTES = 24
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Tokens of one candidate that are ready to be sent, with exactly their text."""
+
+    token_ids: Sequence[int]
+    text: str
+    logprobs: Sequence[TokenLogprob]
+    finish: CandidateFinish | None = None
+    stop_sequence: str | None = None
+
+    @property
+    def size(self) -> int:
+        alternatives = sum(1 + len(logprob.top) for logprob in self.logprobs)
+        return EVENT_BYTES + len(self.text) + TOKEN_BYTES * len(self.token_ids) + LOGPROB_BYTES * alternatives
+
+
+class PendingBytes:
+    """Bytes of output, roughly, that one RPC holds and has not sent."""
+
+    def __init__(self) -> None:
+        self.total = 0
+
+
+class CandidateOutput:
+    """One candidate's text and what of it still has to be sent. Counts are in tokens."""
+
+    def __init__(self, index: int, text: OutputText, pending: PendingBytes) -> None:
+        self.index = index
+        self.text = text
+        self.pieces: deque[Piece] = deque()
+        self.pending = pending
+        self.sent = 0
+        self.acknowledged = 0
+        self.ended = False
+        self.send_after = 0.0
+        self.last_token_at = 0.0
+
+    def add(self, piece: Piece) -> None:
+        self.pieces.append(piece)
+        self.pending.total += piece.size
+
+    def drop(self) -> None:
+        self.pending.total -= sum(piece.size for piece in self.pieces)
+        self.pieces.clear()
+
+    def take(self, window: int) -> list[Piece]:
+        """Ready pieces that the window lets through; all of them if there is no window (0)."""
+        taken: list[Piece] = []
+        unacknowledged = self.sent - self.acknowledged
+        while self.pieces:
+            count = len(self.pieces[0].token_ids)
+            # A piece larger than the whole window passes when nothing else is under way: it cannot be split.
+            if window and unacknowledged and unacknowledged + count > window:
+                break
+            unacknowledged += count
+            piece = self.pieces.popleft()
+            self.pending.total -= piece.size
+            taken.append(piece)
+        return taken
+
+
+class Control(Protocol):
+    """What a request's output may do to the request."""
+
+    @property
+    def engine_id(self) -> str: ...
+
+    @property
+    def instance_id(self) -> str: ...
+
+    def stop_candidate(self, index: int) -> None:
+        """A stop sequence ended this candidate."""
+        ...
+
+    def cancel(self) -> bool:
+        """Ends the request; the engine's answer comes as its last event."""
+        ...
+
+    def release(self) -> None:
+        """Lets the engine forget the request, whose output nobody reads any more."""
+        ...
+
+    def ended(self) -> None:
+        """The last word on the request was said."""
+        ...
+
+
+class RequestOutput:
+    """Receives a request's engine events and gives them out as messages. `on_ready` is called when there is something
+    to give."""
+
+    def __init__(
+        self,
+        generation: Generation,
+        control: Control,
+        tokenizer: Tokenizer,
+        texts: Sequence[OutputText],
+        timer: RequestTimer,
+        pending: PendingBytes,
+        on_ready: Callable[[RequestOutput], None],
+    ) -> None:
+        self.generation = generation
+        self.control = control
+        self.request_id = generation.request_id or control.engine_id
+        self.candidates = [CandidateOutput(index, text, pending) for index, text in enumerate(texts)]
+        self.failure: Failure | None = None
+        self.usage = Usage()
+        self.timing = Timing()
+        self.cancelled = False
+        self.closed = False  # the engine, or who spoke for it, said its last word
+        self.done = False  # the last event was given out
+        self.prompt_token_ids: list[int] = []
+        self.shut_since: float | None = None  # since when a window has held output back
+        self._tokenizer = tokenizer
+        self._timer = timer
+        self._on_ready = on_ready
+        self._sequence = 0
+        self._admitted: Admitted | None = None
+        self._admitted_sent = False
+        self._override: Failure | None = None
+        self._flush_timer: asyncio.TimerHandle | None = None
+        self._generated = 0
+
+    @property
+    def options(self) -> OutputOptions:
+        return self.generation.output
+
+    # --- in ---------------------------------------------------------------------------------------------------------
+
+    def on_engine_events(self, events: Sequence[Event]) -> None:
+        """The request's sink. A fault here is this request's own: it fails, and the engine is told to drop it."""
+        try:
+            for event in events:
+                self._on_event(event)
+        except Exception as error:
+            LOGGER.exception("request failed", extra={"request_id": self.control.engine_id})
+            self.fail(internal(f"{type(error).__name__} while converting the output"))
+            self.control.release()
+        self._on_ready(self)
+
+    def _on_event(self, event: Event) -> None:
+        if self.closed:
+            return
+        match event:
+            case Admitted():
+                self._admitted = event
+            case TokensGenerated():
+                self._on_tokens(event)
+            case RequestFinished():
+                self._on_finished(event)
+            case RequestFailed():
+                self._close(self._override or from_engine(event, self.control.instance_id), event.usage)
+
+    def _on_tokens(self, event: TokensGenerated) -> None:
+        candidate = self.candidates[event.candidate]
+        if candidate.ended:
+            return
+        if event.token_ids:
+            self._generated += len(event.token_ids)
+            candidate.last_token_at = self._timer.tokens(len(event.token_ids), candidate.last_token_at)
+        token_ids, logprobs = self._output_tokens(event)
+        delta = candidate.text.push(token_ids, logprobs)
+        if delta.stopped is not None:
+            self._end_candidate(candidate, delta, CandidateFinish(FinishReason.STOP), delta.stopped)
+            if event.finish is None:
+                self.control.stop_candidate(candidate.index)
+        elif event.finish is not None:
+            self._add(candidate, delta)
+            rest = candidate.text.finish()
+            finish = event.finish if rest.stopped is None else CandidateFinish(FinishReason.STOP)
+            self._end_candidate(candidate, rest, finish, rest.stopped)
+        else:
+            self._add(candidate, delta)
+
+    def _output_tokens(self, event: TokensGenerated) -> tuple[Sequence[int], Sequence[TokenLogprob]]:
+        """Without the token that ended the candidate, which is no output unless it was asked for."""
+        finish = event.finish
+        if finish is None or finish.token_id is None or self.generation.include_stop:
+            return event.token_ids, event.logprobs
+        if event.token_ids and event.token_ids[-1] == finish.token_id:
+            return event.token_ids[:-1], event.logprobs[:-1]
+        return event.token_ids, event.logprobs
+
+    def _add(self, candidate: CandidateOutput, delta: Delta) -> None:
+        if delta.token_ids or delta.text:
+            candidate.add(Piece(delta.token_ids, delta.text, delta.logprobs))
+
+    def _end_candidate(
+        self, candidate: CandidateOutput, delta: Delta, finish: CandidateFinish, stop_sequence: str | None
+    ) -> None:
+        candidate.ended = True
+        candidate.add(Piece(delta.token_ids, delta.text, delta.logprobs, finish, stop_sequence))
+
+    def _on_finished(self, event: RequestFinished) -> None:
+        self.timing = event.timing
+        if self._override is not None:
+            self._close(self._override, event.usage)
+            return
+        self.cancelled = event.cancelled
+        for candidate in self.candidates:
+            if not candidate.ended:
+                self._end_candidate(candidate, candidate.text.finish(), CandidateFinish(FinishReason.CANCELLED), None)
+        self._close(None, event.usage)
+
+    def fail(self, failure: Failure) -> None:
+        """Ends the request for its client without the engine's word."""
+        if not self.closed:
+            self._close(failure, self.usage)
+            self._on_ready(self)
+
+    def abandon(self, failure: Failure) -> None:
+        """Ends the request with a failure and drops what was not sent, also if the engine is done with it."""
+        for candidate in self.candidates:
+            candidate.drop()
+        self.shut_since = None
+        if self.closed:
+            self.failure = failure.with_usage(self.usage)
+        else:
+            self._close(failure, self._running_usage())
+            self.control.release()
+        self._on_ready(self)
+
+    def cancel_unsubmitted(self) -> None:
+        """Ends a request that the engine never saw, as cancelled."""
+        self.on_engine_events(
+            [RequestFinished(self.control.engine_id, Usage(), Timing(total=self._timer.elapsed()), cancelled=True)]
+        )
+
+    def fail_when_cancelled(self, failure: Failure) -> None:
+        """Makes the engine's answer to a cancel this failure, so that it carries the final usage."""
+        self._override = self._override or failure
+
+    def _close(self, failure: Failure | None, usage: Usage) -> None:
+        self.closed = True
+        self.usage = usage
+        self.failure = failure.with_usage(usage) if failure is not None else None
+        self._timer.ended(failure, usage, self.timing, cancelled=self.cancelled)
+        self.control.ended()
+
+    # --- out --------------------------------------------------------------------------------------------------------
+
+    def acknowledge(self, candidate_index: int, token_count: int) -> None:
+        """Tokens [0, token_count) were consumed. Counts beyond what was sent count as all that was sent."""
+        if candidate_index < len(self.candidates):
+            candidate = self.candidates[candidate_index]
+            candidate.acknowledged = max(candidate.acknowledged, min(token_count, candidate.sent))
+            self.shut_since = None
+            self._on_ready(self)
+
+    def take(self, events: convert.Events) -> None:
+        """Appends everything that may be sent now."""
+        if self.done:
+            return
+        if not self._admitted_sent and (self._admitted is not None or (self.closed and not self.failure)):
+            self._take_admitted(events)
+        for candidate in self.candidates:
+            if candidate.pieces:
+                self._take_candidate(candidate, events)
+        if self.closed and not any(candidate.pieces for candidate in self.candidates):
+            self._take_terminal(events)
+
+    def take_all(self) -> generation_pb2.GenerateUnaryResponse:
+        """The whole output of a request that ended well."""
+        self.done = True
+        return convert.unary_response(
+            self.request_id,
+            [self._finished(candidate) for candidate in self.candidates],
+            self.usage,
+            self.timing,
+            self.prompt_token_ids if self.options.echo_prompt_token_ids else (),
+            self._tokenizer,
+        )
+
+    def _finished(self, candidate: CandidateOutput) -> convert.FinishedCandidate:
+        pieces, options = candidate.take(0), self.options
+        last = pieces[-1]
+        return convert.FinishedCandidate(
+            index=candidate.index,
+            text="".join([piece.text for piece in pieces]) if options.text else "",
+            token_ids=[i for piece in pieces for i in piece.token_ids] if options.token_ids else (),
+            logprobs=[logprob for piece in pieces for logprob in piece.logprobs],
+            finish=last.finish or CandidateFinish(FinishReason.CANCELLED),
+            stop_sequence=last.stop_sequence,
+        )
+
+    def _take_admitted(self, events: convert.Events) -> None:
+        self._admitted_sent = True
+        admitted = self._admitted or Admitted(self.control.engine_id, self.usage.prompt_tokens, 0)
+        convert.add_admitted(
+            events,
+            self.request_id,
+            self._next_sequence(),
+            engine_id=self.control.engine_id,
+            prompt_tokens=admitted.prompt_tokens,
+            queue_position=admitted.queue_position,
+            sampling=self.generation.sampling,
+            prompt_token_ids=self.prompt_token_ids if self.options.echo_prompt_token_ids else (),
+        )
+
+    def _take_candidate(self, candidate: CandidateOutput, events: convert.Events) -> None:
+        if self._is_gathering(candidate):
+            return
+        pieces = candidate.take(self.options.window)
+        if candidate.pieces and self.shut_since is None:
+            self.shut_since = time.monotonic()
+        if not pieces:
+            return
+        last, options = pieces[-1], self.options
+        token_count = sum(len(piece.token_ids) for piece in pieces)
+        convert.add_delta(
+            events,
+            self.request_id,
+            self._next_sequence(),
+            candidate=candidate.index,
+            token_offset=candidate.sent,
+            token_count=token_count,
+            text="".join([piece.text for piece in pieces]) if options.text else "",
+            token_ids=[i for piece in pieces for i in piece.token_ids] if options.token_ids else (),
+            logprobs=[logprob for piece in pieces for logprob in piece.logprobs],
+            tokenizer=self._tokenizer,
+            usage=self._running_usage() if options.usage_in_deltas else None,
+            finish=last.finish,
+            stop_sequence=last.stop_sequence,
+        )
+        candidate.sent += token_count
+        if options.coalesce:
+            candidate.send_after = time.monotonic() + options.coalesce
+
+    def _is_gathering(self, candidate: CandidateOutput) -> bool:
+        """Whether a coalescing candidate waits for more; then a timer will ask again."""
+        if not candidate.send_after or candidate.ended or self.closed:
+            return False
+        wait = candidate.send_after - time.monotonic()
+        if wait <= 0:
+            return False
+        if self._flush_timer is None:
+            self._flush_timer = asyncio.get_running_loop().call_later(wait, self._flush)
+        return True
+
+    def _flush(self) -> None:
+        self._flush_timer = None
+        self._on_ready(self)
+
+    def _take_terminal(self, events: convert.Events) -> None:
+        self.done = True
+        if self._flush_timer is not None:
+            self._flush_timer.cancel()
+        if self.failure is not None:
+            convert.add_failed(events, self.request_id, self._next_sequence(), self.failure)
+        else:
+            convert.add_finished(events, self.request_id, self._next_sequence(), self.usage, self.timing)
+
+    def _running_usage(self) -> Usage:
+        if self.closed:
+            return self.usage
+        prompt_tokens = self._admitted.prompt_tokens if self._admitted is not None else 0
+        return Usage(prompt_tokens=prompt_tokens, completion_tokens=self._generated)
+
+    def _next_sequence(self) -> int:
+        sequence = self._sequence
+        self._sequence += 1
+        return sequence

@@ -1,0 +1,142 @@
+"""One writer per RPC: it sends everything that is ready in one message and never holds more than a bounded amount."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from octavo.v1 import generation_pb2
+from service.output import PendingBytes, RequestOutput
+from service.status import Failure, RequestRefusedError, slow_consumer
+
+Batch = generation_pb2.GenerateResponse | generation_pb2.GenerateStreamResponse
+
+
+@dataclass(frozen=True, slots=True)
+class StreamLimits:
+    """pending_bytes: output held for a client that reads too slowly. stall: seconds that one write, or a shut window,
+    may last. message_bytes: a message is cut when it reaches this size, below what gRPC clients accept (4 MiB)."""
+
+    pending_bytes: int = 1 << 20
+    stall: float = 30.0
+    message_bytes: int = 1 << 20
+
+
+class OutputStream:
+    """The outputs of one RPC and their writer.
+
+    `outputs` call `mark_ready` when they have something to give; `run` sends it. A stream-wide failure (`fail`) ends
+    `run` with RequestRefusedError, also while a write is stalled.
+    """
+
+    def __init__(
+        self,
+        send: Callable[[Batch], Awaitable[None]],
+        new_batch: Callable[[], Batch],
+        limits: StreamLimits,
+        *,
+        multiplexed: bool,
+    ) -> None:
+        self.pending = PendingBytes()
+        self.outputs: dict[str, RequestOutput] = {}
+        self.sent_anything = False
+        self.writing_since: float | None = None
+        self._send = send
+        self._new_batch = new_batch
+        self._limits = limits
+        self._multiplexed = multiplexed
+        self._ready: dict[RequestOutput, None] = {}  # a set that keeps its order
+        self._wake = asyncio.Event()
+        self._input_closed = False
+        self._first: RequestOutput | None = None
+        self.failed: asyncio.Future[Failure] = asyncio.get_running_loop().create_future()
+
+    # --- the reader's side ------------------------------------------------------------------------------------------
+
+    def attach(self, output: RequestOutput) -> None:
+        self.outputs[output.request_id] = output
+        if self._first is None:
+            self._first = output
+
+    def close_input(self) -> None:
+        """No further requests will come: `run` ends when those attached have."""
+        self._input_closed = True
+        self._wake.set()
+
+    def fail(self, failure: Failure) -> None:
+        """Ends the RPC with this status; what is pending is dropped."""
+        if not self.failed.done():
+            self.failed.set_result(failure)
+            self._wake.set()
+
+    # --- the outputs' side ------------------------------------------------------------------------------------------
+
+    def mark_ready(self, output: RequestOutput) -> None:
+        self._ready[output] = None
+        if self.writing_since is None:
+            self._wake.set()
+        elif self.pending.total > self._limits.pending_bytes:
+            self._fail_slow(f"{self.pending.total} bytes wait while the client does not read")
+
+    def check_stall(self, now: float) -> None:
+        """Called now and then: fails what has waited for its client for too long. now: `time.monotonic()`."""
+        since, stall = self.writing_since, self._limits.stall
+        if since is not None and now - since > stall:
+            self._fail_slow(f"a write has been stalled for more than {stall:g} s")
+        for output in list(self.outputs.values()):
+            if output.shut_since is not None and now - output.shut_since > stall:
+                output.abandon(slow_consumer(f"nothing was acknowledged for more than {stall:g} s"))
+
+    def _fail_slow(self, problem: str) -> None:
+        self.fail(slow_consumer(problem))
+
+    # --- the writer -------------------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Returns when input is closed and every request has ended. Raises RequestRefusedError for a failed stream."""
+        while not self.failed.done():
+            batch = self._collect()
+            if batch is not None:
+                self.writing_since = time.monotonic()
+                await self._send(batch)
+                self.writing_since = None
+                self.sent_anything = True
+            elif self._input_closed and not self.outputs:
+                return
+            else:
+                await self._wake.wait()
+        raise RequestRefusedError(self.failed.result())
+
+    def _collect(self) -> Batch | None:
+        self._wake.clear()
+        batch = self._new_batch()
+        budget = self.pending.total - self._limits.message_bytes
+        while self._ready:
+            output = next(iter(self._ready))
+            del self._ready[output]
+            if self._fails_stream(output):
+                return None
+            output.take(batch.events)
+            if output.done:
+                self.outputs.pop(output.request_id, None)
+            if self.pending.total < budget:
+                break
+        self._check_held()
+        return batch if batch.events else None
+
+    def _fails_stream(self, output: RequestOutput) -> bool:
+        """A refused first start fails the whole RPC while nothing was sent, for the client's own retry policy."""
+        failure = output.failure
+        if failure is None or self.sent_anything:
+            return False
+        if output is self._first and (failure.fails_first_start or not self._multiplexed):
+            self.fail(failure)
+            return True
+        return False
+
+    def _check_held(self) -> None:
+        """What is left after a collection is held by shut windows (or by the size of one message, which is less)."""
+        if not self._ready and self.pending.total > self._limits.pending_bytes:
+            self._fail_slow(f"{self.pending.total} bytes wait for acknowledgements")
