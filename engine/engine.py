@@ -13,9 +13,10 @@ from engine.config import Device, EngineConfig
 from engine.errors import ConfigurationError, EngineError
 from engine.kv.allocator import make_allocator
 from engine.kv.block_table import BlockTables
-from engine.loop import StepLoop
+from engine.loop import Runner, StepLoop
 from engine.model.loader import load_model
-from engine.run.kv_pool import allocate_pool, cpu_pool_blocks
+from engine.run.cuda_runner import GRAPH_BYTES, CudaRunner, profile_largest_step
+from engine.run.kv_pool import allocate_pool, cpu_pool_blocks, cuda_pool_blocks
 from engine.run.runner import EagerRunner
 from engine.schedule.scheduler import Scheduler, SchedulerLimits
 from engine.types import (
@@ -78,12 +79,13 @@ class Engine:
         config, model = self.config, self.model
         dtype = model.decoder.dtype
         max_batched_tokens = config.step_tokens(device.type)
-        num_blocks = cpu_pool_blocks(config, model.spec, dtype, model.max_model_len)
+        num_blocks = self._pool_blocks(device, report)
         max_context = min(model.max_model_len, num_blocks * config.block_size)
         report(f"claiming KV cache: {num_blocks * config.block_size} tokens")
         pool = allocate_pool(model.spec, num_blocks, config.block_size, dtype, device)
         allocator = make_allocator(config.allocator, num_blocks)
-        tables = BlockTables(allocator, config.max_num_seqs, -(-max_context // config.block_size), config.block_size)
+        width = -(-max_context // config.block_size)
+        tables = BlockTables(allocator, config.max_num_seqs, width, config.block_size)
         limits = SchedulerLimits(
             max_num_seqs=config.max_num_seqs,
             max_batched_tokens=max_batched_tokens,
@@ -92,9 +94,32 @@ class Engine:
             max_queued_tokens=config.max_queued_tokens,
         )
         scheduler = Scheduler(tables, limits, frozenset(self.model.eos_token_ids))
-        runner = EagerRunner(model.decoder, pool, tables, self.model.sampled_vocab_size)
-        self.loop = StepLoop(scheduler, runner)
+        self.loop = StepLoop(scheduler, self._runner(pool, tables, report))
         self.info = self._info(device, limits, num_blocks)
+
+    def _pool_blocks(self, device: torch.device, report: ProgressCallback) -> int:
+        config, model = self.config, self.model
+        dtype = model.decoder.dtype
+        if device.type == "cpu":
+            return cpu_pool_blocks(config, model.spec, dtype, model.max_model_len)
+        report("profiling the largest step")
+        profile_largest_step(model.decoder, config.block_size)
+        free_bytes, total_bytes = torch.cuda.mem_get_info(device)
+        return cuda_pool_blocks(
+            *(config, model.spec, dtype, model.max_model_len),
+            total_bytes=total_bytes,
+            used_bytes=total_bytes - free_bytes,
+            graph_bytes=0 if config.enforce_eager else GRAPH_BYTES,
+        )
+
+    def _runner(self, pool: torch.Tensor, tables: BlockTables, report: ProgressCallback) -> Runner:
+        decoder, vocab_size = self.model.decoder, self.model.sampled_vocab_size
+        if not pool.is_cuda:
+            return EagerRunner(decoder, pool, tables, vocab_size)
+        runner = CudaRunner(decoder, pool, tables, vocab_size, use_graphs=not self.config.enforce_eager)
+        report(f"capturing {runner.num_graphs} decode graphs")
+        runner.capture()
+        return runner
 
     def _info(self, device: torch.device, limits: SchedulerLimits, num_blocks: int) -> EngineInfo:
         return EngineInfo(

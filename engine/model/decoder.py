@@ -99,7 +99,8 @@ class Decoder:
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch) -> Tensor:
         """Writes this step's K and V and returns the final hidden states of `batch.logits_rows`, [n, hidden]."""
-        tokens, wanted = batch.token_ids.shape[0], batch.logits_rows.shape[0]
+        tokens = batch.token_ids.shape[0]
+        wanted = tokens if batch.logits_rows is None else batch.logits_rows.shape[0]
         if tokens > self.max_tokens or wanted > self.max_logits:
             raise ValueError(f"{tokens} tokens and {wanted} scored rows exceed {self.max_tokens} and {self.max_logits}")
         buffers, weights, eps = self._buffers, self.weights, self.spec.norm_eps
@@ -111,6 +112,8 @@ class Decoder:
             ops.rms_norm(normed, projected, layer.post_norm, eps, residual=residual)
             projected = self._mlp(layer, normed)
             ops.rms_norm(normed, projected, self._norm_after(index), eps, residual=residual)
+        if batch.logits_rows is None:
+            return normed
         return torch.index_select(normed, 0, batch.logits_rows, out=buffers.scored[:wanted])
 
     @torch.inference_mode()

@@ -19,8 +19,8 @@ HOST_TOKEN = -1  # in `sources`: the token's value is in `token_ids`
 @dataclass(frozen=True, slots=True)
 class StepArrays:
     """T tokens of S sequences, as in ForwardBatch. `sources` [T]: the slot whose newest token on the device is this
-    one, or HOST_TOKEN. `prefill_start`: query_start of the sequences behind the first `num_decodes`, counted from their
-    first."""
+    one, or HOST_TOKEN. `logits_rows`: None scores every row. `targets`: the slot of each scored row's sequence.
+    `prefill_start`: query_start of the sequences behind the first `num_decodes`, counted from their first."""
 
     token_ids: Int32Array
     sources: Int32Array
@@ -29,7 +29,8 @@ class StepArrays:
     block_tables: Int32Array
     query_start: Int32Array
     context_lens: Int32Array
-    logits_rows: Int64Array
+    logits_rows: Int64Array | None
+    targets: Int64Array
     prefill_start: Int32Array
     num_decodes: int
     max_query_len: int
@@ -57,6 +58,7 @@ def prefill_arrays(plan: StepPlan, tables: BlockTables) -> StepArrays:
         query_start=query_start,
         context_lens=context_lens,
         logits_rows=(query_start[1:] - 1)[sampled].astype(np.int64),
+        targets=rows[sampled].astype(np.int64),
         prefill_start=query_start[num_decodes:] - query_start[num_decodes],
         num_decodes=num_decodes,
         max_query_len=int(counts.max()),
@@ -76,6 +78,8 @@ def decode_arrays(plan: StepPlan, tables: BlockTables, bucket: int) -> StepArray
     context_lens[:count] = positions[:count] + 1
     slots[:count] = _slots(tables, rows, positions[:count])
     block_tables[:count] = tables.rows[rows]
+    targets = np.full(bucket, len(tables.rows), dtype=np.int64)
+    targets[:count] = rows
     token_ids, sources = _tokens(entries, bucket)
     return StepArrays(
         token_ids=token_ids,
@@ -85,7 +89,8 @@ def decode_arrays(plan: StepPlan, tables: BlockTables, bucket: int) -> StepArray
         block_tables=block_tables,
         query_start=np.arange(bucket + 1, dtype=np.int32),
         context_lens=context_lens,
-        logits_rows=np.arange(bucket, dtype=np.int64),
+        logits_rows=None,
+        targets=targets,
         prefill_start=np.zeros(1, dtype=np.int32),
         num_decodes=bucket,
         max_query_len=1,

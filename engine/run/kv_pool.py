@@ -32,6 +32,44 @@ def cpu_pool_blocks(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, m
     return -(-max(wanted, max_model_len) // config.block_size)
 
 
+def cuda_pool_blocks(
+    config: EngineConfig,
+    spec: ModelSpec,
+    dtype: torch.dtype,
+    max_model_len: int,
+    *,
+    total_bytes: int,
+    used_bytes: int,
+    graph_bytes: int,
+) -> int:
+    """Usable blocks of a pool in device memory: as asked for, else what `gpu_memory_utilization` leaves beside weights,
+    activations and graphs. Raises ConfigurationError with the numbers if that does not hold one full-length
+    sequence."""
+    block_bytes = bytes_per_token(spec, dtype) * config.block_size
+    budget = int(total_bytes * config.gpu_memory_utilization) - used_bytes - graph_bytes
+    blocks = budget // block_bytes - 1  # the scratch block
+    if config.kv_cache_tokens is not None:
+        asked = config.kv_cache_tokens // config.block_size
+        if asked > blocks:
+            raise ConfigurationError(
+                f"kv_cache_tokens {config.kv_cache_tokens} needs {gib(asked * block_bytes)}, but {gib(budget)} is left"
+                f" of {gib(total_bytes)} at gpu_memory_utilization {config.gpu_memory_utilization}"
+            )
+        return asked
+    needed = -(-max_model_len // config.block_size)
+    if blocks < needed:
+        raise ConfigurationError(
+            f"one sequence of max_model_len {max_model_len} needs {gib(needed * block_bytes)} of KV cache, but
+            {gib(budget)}" f" is left of {gib(total_bytes)} at gpu_memory_utilization {config.gpu_memory_utilization}:
+            {gib(used_bytes)}" f" hold weights and activations, {gib(graph_bytes)} graphs"
+        )
+    return blocks
+
+
+def gib(count: int) -> str:
+    return f"{count / 2**30:.2f} GiB"
+
+
 def allocate_pool(
     spec: ModelSpec, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:

@@ -11,7 +11,7 @@ from engine.model.batch import ForwardBatch
 from engine.model.decoder import Decoder
 from engine.run.inputs import StepArrays, prefill_arrays
 from engine.run.sampler import sample
-from engine.run.staging import DeviceStaging, HostStaging
+from engine.run.staging import Array, DeviceStaging, HostStaging
 from engine.schedule.plan import StepOutcome, StepPlan
 
 
@@ -39,36 +39,35 @@ class EagerRunner:
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> FinishedStep:
-        batch, _ = forward_batch(prefill_arrays(plan, self._tables), self._staging, self._kv_pool, None)
-        hidden = self._decoder.forward(batch)
+        step = upload(prefill_arrays(plan, self._tables), self._staging, self._kv_pool)
+        hidden = self._decoder.forward(step.batch)
         sampling = plan.sampling
         if not sampling:
             return FinishedStep(StepOutcome([], []))
         return FinishedStep(sample(self._decoder.logits(hidden), sampling, self._vocab_size))
 
 
-def forward_batch(
+@dataclass(frozen=True, slots=True)
+class DeviceBatch:
+    """A step's tensors. `sources` [T]: where token_ids are still to be filled in; `targets` [n]: the scored rows'
+    slots."""
+
+    batch: ForwardBatch
+    sources: torch.Tensor
+    targets: torch.Tensor
+
+
+def upload(
     arrays: StepArrays,
     staging: HostStaging | DeviceStaging,
     kv_pool: torch.Tensor,
-    workspace: torch.Tensor | None,
-) -> tuple[ForwardBatch, torch.Tensor]:
-    """The batch on its device, and `sources`: token_ids are still to be filled in where it is not HOST_TOKEN."""
-    token_ids, sources, positions, slots, block_tables, query_start, context_lens, logits_rows, prefill_start = (
-        staging.upload(
-            [
-                arrays.token_ids,
-                arrays.sources,
-                arrays.positions,
-                arrays.slots,
-                arrays.block_tables,
-                arrays.query_start,
-                arrays.context_lens,
-                arrays.logits_rows,
-                arrays.prefill_start,
-            ]
-        )
-    )
+    workspace: torch.Tensor | None = None,
+) -> DeviceBatch:
+    packed: list[Array] = [arrays.token_ids, arrays.sources, arrays.positions, arrays.slots, arrays.block_tables]
+    packed += [arrays.query_start, arrays.context_lens, arrays.prefill_start, arrays.targets]
+    packed += [] if arrays.logits_rows is None else [arrays.logits_rows]
+    tensors = staging.upload(packed)
+    token_ids, sources, positions, slots, block_tables, query_start, context_lens, prefill_start, targets = tensors[:9]
     batch = ForwardBatch(
         token_ids=token_ids,
         positions=positions,
@@ -77,10 +76,10 @@ def forward_batch(
         query_start=query_start,
         context_lens=context_lens,
         max_query_len=arrays.max_query_len,
-        logits_rows=logits_rows,
+        logits_rows=None if arrays.logits_rows is None else tensors[9],
         kv_pool=kv_pool,
         workspace=workspace,
         num_decodes=arrays.num_decodes,
         prefill_start=prefill_start,
     )
-    return batch, sources
+    return DeviceBatch(batch, sources, targets)

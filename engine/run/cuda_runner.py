@@ -1,0 +1,216 @@
+"""Runs plans on a CUDA device. Decode steps replay a captured graph; steps with a prefill chunk run eagerly.
+
+Sampled tokens stay on the device: a step reads the newest token of each sequence from `last_tokens`, by slot, so the
+next step can be launched before the host knows what this one sampled.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from engine import ops
+from engine.kv.block_table import BlockTables
+from engine.kv.oracle import OracleBlockAllocator
+from engine.model.decoder import Decoder
+from engine.run.inputs import HOST_TOKEN, Int32Array, StepArrays, decode_arrays, prefill_arrays
+from engine.run.kv_pool import allocate_pool
+from engine.run.runner import DeviceBatch, FinishedStep, upload
+from engine.run.sampler import GREEDY_TEMPERATURE, sample
+from engine.run.staging import DeviceStaging
+from engine.schedule.plan import ScheduledSequence, StepOutcome, StepPlan
+
+Tensor = torch.Tensor
+
+GRAPH_BYTES = 256 << 20  # set aside for the graphs' memory pool: library workspaces; activations are the decoder's own
+_NON_FINITE = "the model gave non-finite logits"
+
+
+def decode_buckets(max_num_seqs: int) -> list[int]:
+    """Batch sizes that get a graph: fine where a step is short, coarse above; the last is `max_num_seqs` itself."""
+    sizes = {1, 2, 4, 8, max_num_seqs}
+    sizes |= set(range(16, min(max_num_seqs, 64) + 1, 8))
+    sizes |= set(range(80, min(max_num_seqs, 256) + 1, 16))
+    sizes |= set(range(288, max_num_seqs + 1, 32))
+    return sorted(size for size in sizes if size <= max_num_seqs)
+
+
+@dataclass(frozen=True, slots=True)
+class CapturedDecode:
+    """One bucket's graph, and the logits it writes."""
+
+    graph: torch.cuda.CUDAGraph
+    logits: Tensor  # [bucket, vocabulary] fp32
+
+
+class DeviceStep:
+    """A launched step: its tokens arrive in pinned memory when `done` has passed."""
+
+    def __init__(self, tokens: Int32Array, count: int, done: torch.cuda.Event) -> None:
+        self._tokens = tokens
+        self._count = count
+        self._done = done
+
+    def wait(self) -> StepOutcome:
+        self._done.synchronize()
+        tokens, finite = self._tokens[:, : self._count].tolist()
+        failures = {row: _NON_FINITE for row, good in enumerate(finite) if not good}
+        return StepOutcome(tokens, [None] * self._count, failures)
+
+
+class CudaRunner:
+    lookahead = True
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        kv_pool: Tensor,
+        tables: BlockTables,
+        vocab_size: int,
+        *,
+        use_graphs: bool = True,
+    ) -> None:
+        self._decoder = decoder
+        self._kv_pool = kv_pool
+        self._tables = tables
+        self._vocab_size = vocab_size
+        slots, width = tables.rows.shape
+        device = kv_pool.device
+        spec = decoder.spec
+        self._staging = DeviceStaging(_staging_bytes(slots, width, decoder.max_tokens), device)
+        # One entry a slot, and one that nothing reads, for rows that sample nothing.
+        self._last_tokens = torch.zeros(slots + 1, dtype=torch.int32, device=device)
+        self._sampled = torch.zeros(2, slots, dtype=torch.int32, device=device)
+        self._results = [torch.zeros(2, slots, dtype=torch.int32, pin_memory=True) for _ in range(3)]
+        self._turn = 0
+        self._workspace = torch.zeros(
+            ops.paged_attention_workspace_bytes(slots, spec.q_heads, spec.kv_heads, spec.head_dim),
+            dtype=torch.uint8,
+            device=device,
+        )
+        self._buckets = decode_buckets(slots) if use_graphs else []
+        self._graphs: dict[int, CapturedDecode] = {}
+
+    # -- start -------------------------------------------------------------------------------------------------------
+
+    @property
+    def num_graphs(self) -> int:
+        return len(self._buckets)
+
+    @torch.inference_mode()
+    def run_arrays(self, arrays: StepArrays) -> None:
+        """Runs one step eagerly and drops its result."""
+        self._run(self._upload(arrays))
+        torch.cuda.synchronize()
+
+    @torch.inference_mode()
+    def capture(self) -> None:
+        """One graph a bucket, largest first, in one memory pool."""
+        pool = torch.cuda.graph_pool_handle()
+        for bucket in reversed(self._buckets):
+            step = self._upload(decode_arrays(StepPlan(0, ()), self._tables, bucket))
+            self._run(step)  # loads modules and picks algorithms outside the capture
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=pool):
+                logits = self._run(step)
+            self._graphs[bucket] = CapturedDecode(graph, logits)
+        torch.cuda.synchronize()
+
+    # -- steps -------------------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def launch(self, plan: StepPlan) -> FinishedStep | DeviceStep:
+        decode_only = all(entry.count == 1 and entry.samples for entry in plan.scheduled)
+        bucket = next((size for size in self._buckets if size >= len(plan.scheduled)), None)
+        if decode_only and bucket is not None:
+            captured = self._graphs[bucket]
+            self._upload(decode_arrays(plan, self._tables, bucket))
+            captured.graph.replay()
+            logits = captured.logits
+        else:
+            logits = self._run(self._upload(prefill_arrays(plan, self._tables)))
+        sampling = plan.sampling
+        if not sampling:
+            return FinishedStep(StepOutcome([], []))
+        if all(_is_greedy(entry) for entry in sampling):
+            return self._send_back(len(sampling))
+        return self._sample_on_host(logits, sampling)
+
+    def _upload(self, arrays: StepArrays) -> DeviceBatch:
+        return upload(arrays, self._staging, self._kv_pool, self._workspace)
+
+    def _run(self, step: DeviceBatch) -> Tensor:
+        """Forward and greedy sampling; gives the logits [n, vocabulary] fp32. All of it can be captured."""
+        batch = step.batch
+        newest = self._last_tokens[step.sources.clamp_min(0).long()]
+        batch.token_ids.copy_(torch.where(step.sources == HOST_TOKEN, batch.token_ids, newest))
+        logits = self._decoder.logits(self._decoder.forward(batch))
+        if len(step.targets):
+            self._take_greedy(logits, step.targets)
+        return logits
+
+    def _take_greedy(self, logits: Tensor, targets: Tensor) -> None:
+        """argmax of each row to `sampled` and to `last_tokens`. The largest of a row with NaN is NaN."""
+        count = logits.shape[0]
+        best = logits[:, : self._vocab_size].max(dim=1)
+        self._sampled[0, :count] = best.indices
+        self._sampled[1, :count] = torch.isfinite(best.values)
+        self._last_tokens.index_copy_(0, targets, self._sampled[0, :count])
+
+    def _send_back(self, count: int) -> DeviceStep:
+        result = self._results[self._turn]
+        self._turn = (self._turn + 1) % len(self._results)
+        result.copy_(self._sampled, non_blocking=True)
+        done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        done.record()
+        return DeviceStep(result.numpy(), count, done)
+
+    def _sample_on_host(self, logits: Tensor, sampling: list[ScheduledSequence]) -> FinishedStep:
+        outcome = sample(logits[: len(sampling)], sampling, self._vocab_size)
+        slots = torch.tensor([entry.slot for entry in sampling], device=logits.device)
+        self._last_tokens[slots] = torch.tensor(outcome.token_ids, dtype=torch.int32, device=logits.device)
+        return FinishedStep(outcome)
+
+
+def profile_largest_step(decoder: Decoder, block_size: int) -> None:
+    """Runs the longest prefill that a step may hold on a pool of its own, so that torch has claimed every activation
+    and library workspace before the KV pool takes the rest."""
+    spec = decoder.spec
+    width = -(-decoder.max_positions // block_size)
+    tables = BlockTables(OracleBlockAllocator(1), decoder.max_logits, width, block_size)
+    pool = allocate_pool(spec, 1, block_size, decoder.dtype, decoder.device)
+    runner = CudaRunner(decoder, pool, tables, spec.vocab_size, use_graphs=False)
+    runner.run_arrays(_scratch_prefill(decoder.max_tokens, tables))
+
+
+def _is_greedy(entry: ScheduledSequence) -> bool:
+    request = entry.sequence.group.request
+    return request.sampling.temperature <= GREEDY_TEMPERATURE and request.top_logprobs is None
+
+
+def _staging_bytes(max_seqs: int, table_width: int, max_tokens: int) -> int:
+    """Room for the largest step: five numbers a token, a table row and six numbers a sequence, and alignment."""
+    return 4 * (6 * max_tokens + max_seqs * (table_width + 8)) + 1024
+
+
+def _scratch_prefill(count: int, tables: BlockTables) -> StepArrays:
+    """One sequence of up to `count` tokens whose blocks are all the scratch block."""
+    slots, width = tables.rows.shape
+    count = min(count, tables.block_size * width)
+    return StepArrays(
+        token_ids=np.zeros(count, dtype=np.int32),
+        sources=np.full(count, HOST_TOKEN, dtype=np.int32),
+        positions=np.arange(count, dtype=np.int32),
+        slots=np.zeros(count, dtype=np.int64),
+        block_tables=np.zeros((1, width), dtype=np.int32),
+        query_start=np.asarray([0, count], dtype=np.int32),
+        context_lens=np.asarray([count], dtype=np.int32),
+        logits_rows=np.asarray([count - 1], dtype=np.int64),
+        targets=np.asarray([slots], dtype=np.int64),
+        prefill_start=np.asarray([0, count], dtype=np.int32),
+        num_decodes=0,
+        max_query_len=count,
+    )
