@@ -59,9 +59,9 @@ def cuda_pool_blocks(
     needed = -(-max_model_len // config.block_size)
     if blocks < needed:
         raise ConfigurationError(
-            f"one sequence of max_model_len {max_model_len} needs {gib(needed * block_bytes)} of KV cache, but
-            {gib(budget)}" f" is left of {gib(total_bytes)} at gpu_memory_utilization {config.gpu_memory_utilization}:
-            {gib(used_bytes)}" f" hold weights and activations, {gib(graph_bytes)} graphs"
+            f"one sequence of max_model_len {max_model_len} needs {gib(needed * block_bytes)} of KV cache, but"
+            f" {gib(budget)} is left of {gib(total_bytes)} at gpu_memory_utilization {config.gpu_memory_utilization}:"
+            f" {gib(used_bytes)} hold weights and activations, {gib(graph_bytes)} are for graphs"
         )
     return blocks
 
