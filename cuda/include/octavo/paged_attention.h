@@ -25,6 +25,21 @@ struct PagedAttentionArgs {
   float scale;
   void* workspace;  // gpu only: paged_attention_workspace_bytes(...) bytes, zeroed once at allocation
   size_t workspace_bytes;
+  bool planned;  // gpu decode only: plan_attention has run for these context_lens; else the op runs it first
+  Launch launch;
+};
+
+// Shares a decode batch out over the GPU, on the device. The plan goes into the workspace and serves every layer of the
+// step: run it once, when context_lens is final, and call paged_attention with `planned`.
+struct PlanAttentionArgs {
+  const int32_t* context_lens;  // [num_seqs]
+  int32_t num_seqs;             // as in paged_attention; up to 4096
+  int32_t q_heads;
+  int32_t kv_heads;
+  int32_t head_dim;
+  int32_t cut;  // 0: chosen on the device; 1..64: parts the longest sequence is cut into, where they fit (for tests)
+  void* workspace;
+  size_t workspace_bytes;
   Launch launch;
 };
 
@@ -36,7 +51,8 @@ void paged_attention(const PagedAttentionArgs& args);
 namespace gpu {
 // head_dim 64, 80, 96 or 128; group q_heads/kv_heads 1..8; block_size 16; bf16 and fp16. Graph-safe.
 void paged_attention(const PagedAttentionArgs& args);
-// Workspace for any batch up to max_seqs sequences: depends on capacities only.
+void plan_attention(const PlanAttentionArgs& args);
+// Workspace for any batch up to max_seqs sequences: depends on capacities and the current device only.
 size_t paged_attention_workspace_bytes(int32_t max_seqs, int32_t q_heads, int32_t kv_heads, int32_t head_dim);
 }  // namespace gpu
 

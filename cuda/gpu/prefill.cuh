@@ -1,0 +1,31 @@
+// What a prefill attention launch is told; the kernels are in prefill_attention.cuh.
+#pragma once
+
+#include <cstdint>
+
+#include "octavo/tensor.h"
+
+namespace octavo::gpu {
+
+struct Prefill {
+  void* out;
+  const void* query;
+  const void* pool;      // at this layer
+  int64_t block_stride;  // elements
+  int64_t value_offset;  // elements from a block's keys to its values
+  const int* block_tables;
+  int max_blocks;
+  const int* query_start;
+  const int* context_lens;
+  int num_seqs;
+  float scale_log2;  // scale * log2(e): probabilities are powers of two
+  int q_heads;
+  int group;
+};
+
+template <int kDim>
+struct PrefillKernels {
+  static void launch(DType dtype, const Prefill& args, int kv_heads, int num_tokens, const Launch& launch);
+};
+
+}  // namespace octavo::gpu

@@ -1,0 +1,173 @@
+// Names for the PTX instructions the kernels use. Those of sm_90 are compiled for sm_90 and newer only.
+#pragma once
+
+#include <cstdint>
+
+namespace octavo::gpu::ptx {
+
+// Programmatic dependent launch. Every thread block of every kernel calls both, so that "the previous kernel is done"
+// also means that the ones before it are. What may be read before the wait is said at `Launch` in octavo/tensor.h.
+__device__ __forceinline__ void wait_for_previous_kernel() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+__device__ __forceinline__ void let_next_kernel_start() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+__device__ __forceinline__ uint32_t shared_address(const void* pointer) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
+
+// Global loads of 4, 8 or 16 bytes that do not displace L1. Volatile: they are issued in program order.
+template <int kWords>
+__device__ __forceinline__ void load_streaming(uint32_t* w, const void* from) {
+  static_assert(kWords == 1 || kWords == 2 || kWords == 4);
+  if constexpr (kWords == 4) {
+    asm volatile("ld.global.L1::no_allocate.v4.u32 {%0,%1,%2,%3},[%4];"
+                 : "=r"(w[0]), "=r"(w[1]), "=r"(w[2]), "=r"(w[3])
+                 : "l"(from));
+  } else if constexpr (kWords == 2) {
+    asm volatile("ld.global.L1::no_allocate.v2.u32 {%0,%1},[%2];" : "=r"(w[0]), "=r"(w[1]) : "l"(from));
+  } else {
+    asm volatile("ld.global.L1::no_allocate.u32 %0,[%1];" : "=r"(w[0]) : "l"(from));
+  }
+}
+
+// The same from L2: sees what another kernel has written since an earlier load of the same place.
+template <int kWords>
+__device__ __forceinline__ void load_past_l1(uint32_t* w, const void* from) {
+  static_assert(kWords == 1 || kWords == 2 || kWords == 4);
+  if constexpr (kWords == 4) {
+    asm volatile("ld.global.cg.v4.u32 {%0,%1,%2,%3},[%4];"
+                 : "=r"(w[0]), "=r"(w[1]), "=r"(w[2]), "=r"(w[3])
+                 : "l"(from)
+                 : "memory");
+  } else if constexpr (kWords == 2) {
+    asm volatile("ld.global.cg.v2.u32 {%0,%1},[%2];" : "=r"(w[0]), "=r"(w[1]) : "l"(from) : "memory");
+  } else {
+    asm volatile("ld.global.cg.u32 %0,[%1];" : "=r"(w[0]) : "l"(from) : "memory");
+  }
+}
+
+template <int kWords>
+__device__ __forceinline__ void load_shared(uint32_t* w, uint32_t address) {
+  static_assert(kWords == 2 || kWords == 4);
+  if constexpr (kWords == 4) {
+    asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3},[%4];"
+                 : "=r"(w[0]), "=r"(w[1]), "=r"(w[2]), "=r"(w[3])
+                 : "r"(address));
+  } else {
+    asm volatile("ld.shared.v2.u32 {%0,%1},[%2];" : "=r"(w[0]), "=r"(w[1]) : "r"(address));
+  }
+}
+
+__device__ __forceinline__ float exp2_fast(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0,%1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// Transposes an 8x8 matrix of 16-bit elements spread over the warp as an mma fragment.
+__device__ __forceinline__ uint32_t transpose_8x8(uint32_t fragment) {
+  uint32_t transposed;
+  asm("movmatrix.sync.aligned.m8n8.trans.b16 %0,%1;" : "=r"(transposed) : "r"(fragment));
+  return transposed;
+}
+
+// Four 8x8 matrices of 16-bit elements from shared memory; lane i gives the address of row i % 8 of matrix i / 8.
+__device__ __forceinline__ void load_matrices(uint32_t (&m)[4], uint32_t address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3},[%4];"
+               : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3])
+               : "r"(address));
+}
+__device__ __forceinline__ void load_matrices_transposed(uint32_t (&m)[4], uint32_t address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3},[%4];"
+               : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3])
+               : "r"(address));
+}
+
+// Copies 16 bytes from global to shared memory in the background; `valid` false writes zeros and reads nothing.
+__device__ __forceinline__ void copy_async(uint32_t to, const void* from, bool valid) {
+  asm volatile("cp.async.cg.shared.global [%0],[%1],16,%2;" ::"r"(to), "l"(from), "r"(valid ? 16 : 0) : "memory");
+}
+__device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int kPending>
+__device__ __forceinline__ void wait_for_copies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
+// Adds 1 with acquire and release at device scope; returns the value before.
+__device__ __forceinline__ int take_ticket(int* counter) {
+  int before;
+  asm volatile("atom.acq_rel.gpu.global.add.s32 %0,[%1],1;" : "=r"(before) : "l"(counter) : "memory");
+  return before;
+}
+
+#if __CUDA_ARCH__ >= 900
+// Thread-block clusters and their shared memory.
+__device__ __forceinline__ uint32_t cluster_rank() {
+  uint32_t rank;
+  asm("mov.u32 %0,%%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+
+__device__ __forceinline__ void arrive_at_cluster_barrier() {
+  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+}
+__device__ __forceinline__ void wait_at_cluster_barrier() {
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
+// The same shared-memory address in another block of the cluster.
+__device__ __forceinline__ uint32_t peer_address(uint32_t address, uint32_t rank) {
+  uint32_t peer;
+  asm("mapa.shared::cluster.u32 %0,%1,%2;" : "=r"(peer) : "r"(address), "r"(rank));
+  return peer;
+}
+
+// A barrier that completes once `bytes` have been stored with it. One use per kernel: its phase is never reset.
+__device__ __forceinline__ void expect_bytes(uint32_t barrier, uint32_t bytes) {
+  asm volatile(
+      "mbarrier.init.shared::cta.b64 [%0],1;\n\t"
+      "fence.mbarrier_init.release.cluster;\n\t"
+      "mbarrier.arrive.expect_tx.shared::cta.b64 _,[%0],%1;" ::"r"(barrier),
+      "r"(bytes)
+      : "memory");
+}
+
+__device__ __forceinline__ void store_to_peer(uint32_t address, uint32_t barrier, float4 v) {
+  asm volatile(
+      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0],{%1,%2,%3,%4},[%5];" ::"r"(address),
+      "r"(__float_as_uint(v.x)), "r"(__float_as_uint(v.y)), "r"(__float_as_uint(v.z)), "r"(__float_as_uint(v.w)),
+      "r"(barrier)
+      : "memory");
+}
+__device__ __forceinline__ void store_to_peer(uint32_t address, uint32_t barrier, float2 v) {
+  asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.b32 [%0],{%1,%2},[%3];" ::"r"(address),
+               "r"(__float_as_uint(v.x)), "r"(__float_as_uint(v.y)), "r"(barrier)
+               : "memory");
+}
+
+// Waits for the bytes; traps rather than hangs if they never come.
+__device__ __forceinline__ void wait_for_bytes(uint32_t barrier) {
+  for (int attempt = 0; attempt < (1 << 24); ++attempt) {
+    uint32_t done;
+    asm volatile(
+        "{\n\t.reg .pred complete;\n\t"
+        "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 complete,[%1],0;\n\t"
+        "selp.u32 %0,1,0,complete;\n\t}"
+        : "=r"(done)
+        : "r"(barrier)
+        : "memory");
+    if (done) return;
+  }
+  __trap();
+}
+#endif
+
+}  // namespace octavo::gpu::ptx

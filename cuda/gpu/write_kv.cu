@@ -1,0 +1,158 @@
+// Bias, QK-norm, RoPE, and the write of K and V into the pool. Floor: the qkv row read once and written once.
+// Half a warp takes one head of one token, eight elements a lane; the other element of a rotated pair comes from the
+// lane that holds it. All heads of a token share a thread block, so its cosines and sines are read from L1.
+#include <algorithm>
+
+#include "gpu/element.cuh"
+#include "gpu/launch.cuh"
+#include "gpu/ptx.cuh"
+#include "octavo/write_kv.h"
+
+namespace octavo::gpu {
+namespace {
+
+constexpr int kLanes = 16;  // of one head: head_dim up to 128
+constexpr int kMaxThreads = 256;
+constexpr unsigned kAll = ~0u;
+
+struct WriteKv {
+  Eight* query_out;
+  const Eight* qkv;
+  int64_t row_pieces;  // 16-byte pieces between rows of qkv
+  const Eight* bias;
+  const Eight* q_norm_weight;
+  const Eight* k_norm_weight;
+  float norm_eps;
+  const float4* cos_sin;
+  int rotary_dim;
+  const int* positions;
+  const int64_t* slots;
+  Eight* pool;  // at this layer
+  int64_t block_pieces;
+  int q_heads;
+  int kv_heads;
+  int block_size;
+  int pieces;  // of a head: head_dim / 8
+};
+
+template <class T>
+__device__ void normalise(float (&x)[8], const Eight& packed_weight, float eps, int head_dim, bool active) {
+  float squares = 0.0f;
+#pragma unroll
+  for (int k = 0; k < 8; ++k) squares += active ? x[k] * x[k] : 0.0f;
+#pragma unroll
+  for (int lane = kLanes / 2; lane > 0; lane /= 2) squares += __shfl_xor_sync(kAll, squares, lane);
+  const float scale = rsqrtf(squares / static_cast<float>(head_dim) + eps);
+  float weight[8];
+  unpack<T>(weight, packed_weight);
+#pragma unroll
+  for (int k = 0; k < 8; ++k) x[k] *= scale * weight[k];
+}
+
+// `piece` of the first half is rotated with the one rotary_dim / 16 lanes up, and the other way round.
+__device__ void rotate(float (&x)[8], const float4* cos_sin, int rotary_dim, int piece) {
+  const int half = rotary_dim / 16;
+  const bool first = piece < half;
+  float other[8];
+#pragma unroll
+  for (int k = 0; k < 8; ++k) other[k] = __shfl_sync(kAll, x[k], first ? piece + half : piece - half, kLanes);
+  if (piece >= 2 * half) return;
+  const int angle = 2 * (first ? piece : piece - half);
+  float cosine[8], sine[8];
+  reinterpret_cast<float4&>(cosine[0]) = __ldg(cos_sin + angle);
+  reinterpret_cast<float4&>(cosine[4]) = __ldg(cos_sin + angle + 1);
+  reinterpret_cast<float4&>(sine[0]) = __ldg(cos_sin + rotary_dim / 8 + angle);
+  reinterpret_cast<float4&>(sine[4]) = __ldg(cos_sin + rotary_dim / 8 + angle + 1);
+#pragma unroll
+  for (int k = 0; k < 8; ++k) x[k] = x[k] * cosine[k] + (first ? -other[k] : other[k]) * sine[k];
+}
+
+// Thread block: one token, in strides of gridDim.x.
+template <class T>
+__global__ void __launch_bounds__(kMaxThreads) write_kv_kernel(const __grid_constant__ WriteKv args, int num_tokens) {
+  ptx::let_next_kernel_start();
+  const int piece = threadIdx.x % kLanes;
+  const bool active = piece < args.pieces;
+  const int heads = args.q_heads + 2 * args.kv_heads;
+  const int heads_at_once = blockDim.x / kLanes;
+  ptx::wait_for_previous_kernel();
+  for (int token = blockIdx.x; token < num_tokens; token += gridDim.x) {
+    const int64_t slot = args.slots[token];
+    const float4* cos_sin = args.cos_sin + static_cast<int64_t>(args.positions[token]) * (args.rotary_dim / 4);
+    // Both halves of a warp run the same number of rounds: they shuffle together.
+    for (int first = 0; first < heads; first += heads_at_once) {
+      const int head = first + threadIdx.x / kLanes;
+      const bool here = active && head < heads;
+      const bool is_query = head < args.q_heads;
+      const bool is_value = head >= args.q_heads + args.kv_heads;
+      const int64_t in_row = static_cast<int64_t>(head) * args.pieces + piece;
+      float x[8] = {};
+      if (here) unpack<T>(x, args.qkv[token * args.row_pieces + in_row]);
+      if (here && args.bias != nullptr) {
+        float bias[8];
+        unpack<T>(bias, args.bias[in_row]);
+#pragma unroll
+        for (int k = 0; k < 8; ++k) x[k] += bias[k];
+      }
+      float turned[8];
+#pragma unroll
+      for (int k = 0; k < 8; ++k) turned[k] = x[k];
+      const Eight* norm_weight = is_query ? args.q_norm_weight : args.k_norm_weight;
+      if (args.q_norm_weight != nullptr || args.k_norm_weight != nullptr) {
+        float normed[8];
+#pragma unroll
+        for (int k = 0; k < 8; ++k) normed[k] = x[k];
+        const bool wanted = norm_weight != nullptr;
+        normalise<T>(normed, here && wanted ? norm_weight[piece] : Eight{}, args.norm_eps, args.pieces * 8, here);
+#pragma unroll
+        for (int k = 0; k < 8; ++k) turned[k] = wanted ? normed[k] : turned[k];
+      }
+      rotate(turned, cos_sin, args.rotary_dim, piece);
+      if (!here) continue;
+      if (is_query) {
+        args.query_out[(static_cast<int64_t>(token) * args.q_heads + head) * args.pieces + piece] = pack<T>(turned);
+      } else if (slot >= 0) {
+        // Keys and values of a layer lie head after head: [2][kv_heads][block_size][head_dim].
+        const int64_t row = static_cast<int64_t>(head - args.q_heads) * args.block_size + slot % args.block_size;
+        args.pool[slot / args.block_size * args.block_pieces + row * args.pieces + piece] =
+            is_value ? pack<T>(x) : pack<T>(turned);
+      }
+    }
+  }
+}
+
+}  // namespace
+
+void write_kv(const WriteKvArgs& args) {
+  const KvPool& pool = args.pool;
+  require(pool.head_dim % 8 == 0 && pool.head_dim <= 8 * kLanes, "write_kv: head_dim must be a multiple of 8 up to 128");
+  require(args.rotary_dim % 16 == 0 && args.rotary_dim <= pool.head_dim,
+          "write_kv: rotary_dim must be a multiple of 16 up to head_dim");
+  require(args.qkv_stride % 8 == 0, "write_kv: the row stride of qkv must be a multiple of 8");
+  if (args.num_tokens == 0) return;
+  const WriteKv device_args{static_cast<Eight*>(args.query_out),
+                            static_cast<const Eight*>(args.qkv),
+                            args.qkv_stride / 8,
+                            static_cast<const Eight*>(args.bias),
+                            static_cast<const Eight*>(args.q_norm_weight),
+                            static_cast<const Eight*>(args.k_norm_weight),
+                            args.norm_eps,
+                            reinterpret_cast<const float4*>(args.cos_sin),
+                            args.rotary_dim,
+                            args.positions,
+                            args.slots,
+                            static_cast<Eight*>(pool.data) + args.layer * pool.layer_stride() / 8,
+                            pool.block_stride() / 8,
+                            args.q_heads,
+                            pool.kv_heads,
+                            pool.block_size,
+                            pool.head_dim / 8};
+  const int heads = args.q_heads + 2 * pool.kv_heads;
+  const int threads = std::min(kMaxThreads, (heads * kLanes + 31) / 32 * 32);
+  with_element(pool.dtype, [&]<class T>(T) {
+    launch_kernel("write_kv", write_kv_kernel<T>, {.grid = dim3(args.num_tokens), .block = dim3(threads)}, args.launch,
+                  device_args, args.num_tokens);
+  });
+}
+
+}  // namespace octavo::gpu
