@@ -1,0 +1,201 @@
+"""The engine whole, on tiny random models in fp32: against Hugging Face, against itself, and through preemption."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from engine.config import AllocatorKind, EngineConfig, LoadFormat
+from engine.engine import Engine
+from engine.errors import ConfigurationError, EngineError
+from engine.types import FailureKind, GenerationRequest, SamplingParameters, StopCriteria
+from tests.model.tiny import write_tiny_model
+
+GREEDY = SamplingParameters(temperature=0.0)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("qwen2"), "qwen2")
+
+
+def engine(path: Path, **options: object) -> Engine:
+    defaults: dict[str, object] = {"model": str(path), "max_num_seqs": 8, "max_model_len": 128, "block_size": 4}
+    return Engine(EngineConfig(**{**defaults, **options}))  # type: ignore[arg-type]
+
+
+def request(name: str, prompt: list[int], max_tokens: int, sampling: SamplingParameters = GREEDY) -> GenerationRequest:
+    return GenerationRequest(name, prompt, sampling, StopCriteria(max_tokens=max_tokens, ignore_eos=True))
+
+
+def random_requests(count: int, seed: int, sampling: SamplingParameters = GREEDY) -> list[GenerationRequest]:
+    generator = random.Random(seed)
+    return [
+        request(
+            str(index),
+            [generator.randrange(3, 500) for _ in range(generator.randint(1, 40))],
+            generator.randint(1, 30),
+            sampling,
+        )
+        for index in range(count)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("family", "overrides"),
+    [
+        ("llama", {}),
+        ("llama", {"tie_word_embeddings": True}),
+        ("qwen2", {}),
+        ("qwen3", {"head_dim": 24}),
+        ("mistral", {}),
+    ],
+)
+def test_greedy_tokens_equal_transformers(tmp_path: Path, family: str, overrides: dict[str, object]) -> None:
+    path = write_tiny_model(tmp_path, family, **overrides)
+    prompt = [7, 300, 12, 45, 45, 9, 200, 31]
+    peer = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
+    expected = peer.generate(
+        torch.tensor([prompt]), max_new_tokens=30, min_new_tokens=30, do_sample=False, pad_token_id=0
+    )[0, len(prompt) :].tolist()
+    assert engine(path).generate([request("a", prompt, 30)])[0].token_ids == expected
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SamplingParameters(temperature=1.0, seed=42)])
+def test_thirty_requests_with_preemption_equal_each_alone(tiny: Path, sampling: SamplingParameters) -> None:
+    requests = random_requests(30, seed=1, sampling=sampling)
+    small = engine(tiny, kv_cache_tokens=120, max_num_batched_tokens=24, allocator=AllocatorKind.CHECKED)
+    together = small.generate(requests)
+    assert small.stats.preemptions > 0
+    small.scheduler.check_idle()
+    alone = engine(tiny)
+    for item, result in zip(requests, together, strict=True):
+        assert result.token_ids == alone.generate([item])[0].token_ids
+        assert len(result.token_ids) == item.stop.max_tokens
+
+
+@pytest.mark.parametrize("budget", [1, 3, 16, 64])
+def test_chunk_size_does_not_change_tokens(tiny: Path, budget: int) -> None:
+    requests = random_requests(6, seed=2)
+    expected = [result.token_ids for result in engine(tiny).generate(requests)]
+    chunked = engine(tiny, max_num_batched_tokens=budget, max_num_seqs=1 if budget == 1 else 8)
+    assert [result.token_ids for result in chunked.generate(requests)] == expected
+
+
+def test_seed_does_not_depend_on_company(tiny: Path) -> None:
+    seeded = request("seeded", [5, 6, 7, 8], 20, SamplingParameters(temperature=1.2, seed=42))
+    alone = engine(tiny).generate([seeded])[0].token_ids
+    others = random_requests(7, seed=3, sampling=SamplingParameters(temperature=1.0, seed=7))
+    unseeded = [request(f"u{i}", [5, 6, 7, 8], 20, SamplingParameters(temperature=1.2)) for i in range(7)]
+    assert engine(tiny).generate([seeded, *others])[0].token_ids == alone
+    assert engine(tiny).generate([*unseeded, seeded])[-1].token_ids == alone
+
+
+def test_candidates_differ_and_are_reproducible_as_a_set(tiny: Path) -> None:
+    item = request("a", [5, 6, 7, 8], 12, SamplingParameters(temperature=1.2, seed=9, n=4))
+    first, second = engine(tiny).generate([item])[0], engine(tiny).generate([item])[0]
+    tokens = [tuple(candidate.token_ids) for candidate in first.candidates]
+    assert len(set(tokens)) == 4
+    assert tokens == [tuple(candidate.token_ids) for candidate in second.candidates]
+    assert first.usage.completion_tokens == 48
+
+
+def test_offline_batches_keep_their_order_twice(tiny: Path) -> None:
+    shared = engine(tiny)
+    for seed in (4, 5):
+        requests = random_requests(9, seed)
+        results = shared.generate(requests)
+        assert [result.request_id for result in results] == [item.request_id for item in requests]
+        assert all(len(r.token_ids) == i.stop.max_tokens for r, i in zip(results, requests, strict=True))
+
+
+def test_ids_outside_the_vocabulary_are_refused_and_others_go_on(tiny: Path) -> None:
+    shared = engine(tiny)
+    bad, good = request("bad", [1, 10**6], 4), request("good", [1, 2], 4)
+    results = shared.generate([bad, good])
+    assert results[0].failure is not None
+    assert (results[0].failure.kind, results[0].failure.field) == (FailureKind.INVALID, "prompt.token_ids")
+    assert len(results[1].token_ids) == 4
+    shared.scheduler.check_idle()
+
+
+def test_a_failing_step_fails_its_requests_and_the_engine_goes_on(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shared = engine(tiny)
+    golden = shared.generate([request("canary", [1, 2, 3], 5)])[0].token_ids
+
+    def explode(plan: object) -> None:
+        raise RuntimeError("device lost")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shared.loop.runner, "launch", explode)
+        failure = shared.generate([request("a", [1, 2, 3], 5)])[0].failure
+    assert failure is not None
+    assert failure.kind is FailureKind.ENGINE_ERROR
+    assert "device lost" in failure.message
+    shared.scheduler.check_idle()
+    assert shared.generate([request("canary", [1, 2, 3], 5)])[0].token_ids == golden
+
+
+def test_non_finite_logits_fail_their_request_alone(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shared = engine(tiny)
+    items = [request(str(index), [9, index + 3], 6) for index in range(3)]
+    golden = [result.token_ids for result in shared.generate(items)]
+    decoder = shared.model.decoder
+    original = decoder.logits
+
+    def poisoned(hidden: torch.Tensor) -> torch.Tensor:
+        logits = original(hidden)
+        if logits.shape[0] == 3:
+            logits[1] = float("nan")
+        return logits
+
+    monkeypatch.setattr(decoder, "logits", poisoned)
+    results = shared.generate(items)
+    assert results[1].failure is not None
+    assert results[1].failure.kind is FailureKind.ENGINE_ERROR
+    assert [results[0].token_ids, results[2].token_ids] == [golden[0], golden[2]]
+    shared.scheduler.check_idle()
+
+
+def test_pool_is_claimed_at_start_and_context_limited_by_it(tiny: Path) -> None:
+    small = engine(tiny, kv_cache_tokens=16)
+    assert small.info.kv_cache_tokens == 16
+    assert small.info.max_context_tokens == 16
+    result = small.generate([request("a", [3] * 10, 100), request("b", [3] * 16, 1)])
+    assert len(result[0].token_ids) == 6
+    assert result[1].failure is not None
+    assert result[1].failure.kind is FailureKind.PROMPT_TOO_LONG
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"max_num_seqs": 0}, "max_num_seqs"),
+        ({"kv_cache_tokens": 0}, "kv_cache_tokens"),
+        ({"max_model_len": 10**7}, "max_model_len"),
+        ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization"),
+        ({"dtype": "int3"}, "int3"),
+    ],
+)
+def test_bad_configurations_are_named(tiny: Path, options: dict[str, object], named: str) -> None:
+    with pytest.raises(ConfigurationError, match=named):
+        engine(tiny, **options)
+
+
+def test_dummy_weights_need_a_config_only(tiny: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text((tiny / "config.json").read_text())
+    dummy = engine(tmp_path, load_format=LoadFormat.DUMMY)
+    assert len(dummy.generate([request("a", [1, 2, 3], 5)])[0].token_ids) == 5
+
+
+def test_generate_refuses_equal_ids_and_foreign_work(tiny: Path) -> None:
+    shared = engine(tiny)
+    with pytest.raises(EngineError, match="distinct"):
+        shared.generate([request("a", [1], 1), request("a", [1], 1)])
+    shared.submit(request("a", [1], 1))
+    with pytest.raises(EngineError, match="live"):
+        shared.generate([request("b", [1], 1)])
