@@ -14,23 +14,72 @@ from engine.errors import (
     PromptTooLongError,
     QueueFullError,
 )
+from engine.model.source import resolve as _resolve
+from engine.text.output import Delta, OutputText
+from engine.text.tokenizer import Tokenizer
+from engine.types import (
+    Admitted,
+    CandidateFinish,
+    EngineInfo,
+    EngineStats,
+    Event,
+    FailureKind,
+    FinishReason,
+    GenerationRequest,
+    RequestFailed,
+    RequestFinished,
+    SamplingParameters,
+    StepFrame,
+    StopCriteria,
+    Timing,
+    TokenLogprob,
+    TokensGenerated,
+    Usage,
+)
 
 __all__ = [
+    "Admitted",
     "AllocatorKind",
+    "CandidateFinish",
     "ConfigurationError",
+    "Delta",
     "Device",
     "EngineClient",
     "EngineConfig",
     "EngineDiedError",
     "EngineError",
+    "EngineInfo",
     "EngineState",
+    "EngineStats",
+    "Event",
     "EventSink",
+    "FailureKind",
+    "FinishReason",
+    "GenerationRequest",
     "InvalidRequestError",
     "LoadFormat",
+    "OutputText",
     "PromptTooLongError",
     "QueueFullError",
+    "RequestFailed",
+    "RequestFinished",
+    "SamplingParameters",
+    "StepFrame",
+    "StopCriteria",
+    "Timing",
+    "TokenLogprob",
+    "Tokenizer",
+    "TokensGenerated",
+    "Usage",
     "create_engine_client",
+    "load_tokenizer",
 ]
+
+
+def load_tokenizer(model: str) -> Tokenizer:
+    """The tokenizer of what `--model` names: "demo", a Hugging Face directory or a .gguf file. Raises
+    ConfigurationError."""
+    return Tokenizer.from_source(_resolve(model))
 
 
 def create_engine_client(
