@@ -12,6 +12,7 @@ from typing import Any
 from google.protobuf import duration_pb2
 from google.protobuf.internal.containers import RepeatedCompositeFieldContainer
 
+from engine.text.tokenizer import Tokenizer
 from engine.types import (
     CandidateFinish,
     EngineInfo,
@@ -34,7 +35,6 @@ from service.status import (
     unsupported,
     usage_message,
 )
-from service.text import Tokenizer
 
 Events = RepeatedCompositeFieldContainer[generation_pb2.GenerationEvent]
 

@@ -39,7 +39,7 @@ class Intake:
     ) -> RequestOutput:
         """The output of a request that did not pass validation."""
         generation = Generation(request_id, TokenPrompt([]), arrival)
-        _, output = self._new_output(generation, pending, on_ready, candidates=0)
+        _, output = self._new_output(generation, pending, on_ready)
         output.fail(failure)
         return output
 
@@ -51,7 +51,7 @@ class Intake:
         rpc_deadline: float | None,
     ) -> RequestOutput:
         """Starts a request; long prompts are tokenized in a thread meanwhile. rpc_deadline: `time.monotonic()`."""
-        request, output = self._new_output(generation, pending, on_ready, generation.sampling.n)
+        request, output = self._new_output(generation, pending, on_ready)
         self._replica.live.add(request)
         deadline = _earlier(rpc_deadline, _after(generation.arrival, generation.timeout))
         try:
@@ -70,23 +70,13 @@ class Intake:
         generation: Generation,
         pending: PendingBytes,
         on_ready: Callable[[RequestOutput], None],
-        candidates: int,
     ) -> tuple[LiveRequest, RequestOutput]:
         replica = self._replica
         engine_id = replica.new_engine_id()
         client_id = generation.request_id or engine_id
         request = LiveRequest(replica.engine, engine_id, client_id, replica.live)
-        texts = [
-            replica.new_output_text(
-                replica.tokenizer,
-                generation.stop_sequences,
-                generation.include_stop,
-                generation.output.skip_special_tokens,
-            )
-            for _ in range(candidates)
-        ]
         timer = replica.metrics.timer(generation.arrival)
-        output = RequestOutput(generation, request, replica.tokenizer, texts, timer, pending, on_ready)
+        output = RequestOutput(generation, request, replica.tokenizer, timer, pending, on_ready)
         request.output = output
         return request, output
 
@@ -122,7 +112,7 @@ class Intake:
         convert.check_prompt_length(len(token_ids), self._replica.info)
         queue_deadline = _after(generation.arrival, generation.queue_timeout)
         self._admission.check_prompt(generation, len(token_ids), _earlier(deadline, queue_deadline))
-        output.prompt_token_ids = token_ids
+        output.begin(token_ids)
         self._replica.engine.submit(
             GenerationRequest(
                 request_id=request.engine_id,

@@ -10,6 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from engine.text.output import Delta, OutputText
+from engine.text.tokenizer import Tokenizer
 from engine.types import (
     Admitted,
     CandidateFinish,
@@ -27,7 +29,6 @@ from service import convert
 from service.metrics import RequestTimer
 from service.request import Generation, OutputOptions
 from service.status import Failure, from_engine, internal
-from service.text import Delta, OutputText, Tokenizer
 
 LOGGER = logging.getLogger(__name__)
 
@@ -133,7 +134,6 @@ class RequestOutput:
         generation: Generation,
         control: Control,
         tokenizer: Tokenizer,
-        texts: Sequence[OutputText],
         timer: RequestTimer,
         pending: PendingBytes,
         on_ready: Callable[[RequestOutput], None],
@@ -141,7 +141,7 @@ class RequestOutput:
         self.generation = generation
         self.control = control
         self.request_id = generation.request_id or control.engine_id
-        self.candidates = [CandidateOutput(index, text, pending) for index, text in enumerate(texts)]
+        self.candidates: list[CandidateOutput] = []
         self.failure: Failure | None = None
         self.usage = Usage()
         self.timing = Timing()
@@ -151,6 +151,7 @@ class RequestOutput:
         self.prompt_token_ids: list[int] = []
         self.shut_since: float | None = None  # since when a window has held output back
         self._tokenizer = tokenizer
+        self._pending = pending
         self._timer = timer
         self._on_ready = on_ready
         self._sequence = 0
@@ -165,6 +166,23 @@ class RequestOutput:
         return self.generation.output
 
     # --- in ---------------------------------------------------------------------------------------------------------
+
+    def begin(self, prompt_token_ids: list[int]) -> None:
+        """The prompt is tokenized: the candidates' text continues it."""
+        generation = self.generation
+        self.prompt_token_ids = prompt_token_ids
+        texts = [
+            OutputText(
+                self._tokenizer,
+                stop_strings=generation.stop_sequences,
+                include_stop=generation.include_stop,
+                skip_special_tokens=generation.output.skip_special_tokens,
+                min_tokens=generation.stop.min_tokens,
+                prompt_token_ids=prompt_token_ids,
+            )
+            for _ in range(generation.sampling.n)
+        ]
+        self.candidates = [CandidateOutput(index, text, self._pending) for index, text in enumerate(texts)]
 
     def on_engine_events(self, events: Sequence[Event]) -> None:
         """The request's sink. A fault here is this request's own: it fails, and the engine is told to drop it."""
@@ -261,6 +279,7 @@ class RequestOutput:
 
     def cancel_unsubmitted(self) -> None:
         """Ends a request that the engine never saw, as cancelled."""
+        self.begin([])
         self.on_engine_events(
             [RequestFinished(self.control.engine_id, Usage(), Timing(total=self._timer.elapsed()), cancelled=True)]
         )
@@ -274,7 +293,20 @@ class RequestOutput:
         self.usage = usage
         self.failure = failure.with_usage(usage) if failure is not None else None
         self._timer.ended(failure, usage, self.timing, cancelled=self.cancelled)
+        LOGGER.info("request ended", extra=self._log_fields())
         self.control.ended()
+
+    def _log_fields(self) -> dict[str, object]:
+        failure, usage = self.failure, self.usage
+        return {
+            "request_id": self.control.engine_id,
+            "client_request_id": self.generation.request_id,
+            "outcome": failure.reason if failure is not None else "cancelled" if self.cancelled else "finished",
+            "problem": failure.message if failure is not None else "",
+            "prompt_tokens": usage.prompt_tokens,
+            "completion_tokens": usage.completion_tokens,
+            "seconds": round(self._timer.elapsed(), 6),
+        }
 
     # --- out --------------------------------------------------------------------------------------------------------
 

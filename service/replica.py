@@ -11,13 +11,13 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
 from engine import EngineClient, EngineState
+from engine.text.tokenizer import Tokenizer
 from engine.types import EngineInfo, EngineStats
 from service.config import ServiceConfig
 from service.convert import ServedModel
 from service.live import LiveRequests, OpenStreams
 from service.metrics import Metrics
 from service.revision import Revision
-from service.text import OutputTextFactory, Tokenizer
 
 WATCH_SECONDS = 0.1
 
@@ -38,12 +38,10 @@ class Replica:
         self,
         engine: EngineClient,
         tokenizer: Tokenizer,
-        new_output_text: OutputTextFactory,
         config: ServiceConfig,
     ) -> None:
         self.engine = engine
         self.tokenizer = tokenizer
-        self.new_output_text = new_output_text
         self.config = config
         self.live = LiveRequests()
         self.streams = OpenStreams()

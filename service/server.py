@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-import signal
 import time
 from wsgiref.simple_server import WSGIServer
 
 from grpc import aio
 
 from engine import EngineClient
+from engine.text.tokenizer import Tokenizer
 from octavo.v1 import capacity_pb2_grpc, generation_pb2_grpc, tokenization_pb2_grpc
 from service.capacity import CapacityService
 from service.config import ServiceConfig
@@ -20,7 +21,6 @@ from service.metrics import serve_metrics
 from service.reflection import enable_reflection
 from service.replica import Replica
 from service.status import drain_timeout, draining
-from service.text import OutputTextFactory, Tokenizer
 from service.tokenization import TokenizationService
 
 LOGGER = logging.getLogger(__name__)
@@ -53,15 +53,13 @@ class Server:
         self,
         engine: EngineClient,
         tokenizer: Tokenizer,
-        new_output_text: OutputTextFactory,
         config: ServiceConfig,
     ) -> None:
         self.config = config
-        self.replica = Replica(engine, tokenizer, new_output_text, config)
+        self.replica = Replica(engine, tokenizer, config)
         self.port = 0
         self._grpc = aio.server(options=server_options(config))
         self._metrics: WSGIServer | None = None
-        self._stop_now = asyncio.Event()
         self._add_services()
 
     @property
@@ -89,33 +87,19 @@ class Server:
         self.replica.start_watching()
         self.replica.refresh()
 
-    async def run_until_signalled(self) -> None:
-        """Serves until SIGTERM or SIGINT, then drains; a second signal ends the drain at once."""
-        loop = asyncio.get_running_loop()
-        signalled = asyncio.Event()
-
-        def on_signal() -> None:
-            if signalled.is_set():
-                self._stop_now.set()
-            signalled.set()
-
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, on_signal)
-        await signalled.wait()
-        await self.drain()
-
-    async def drain(self) -> None:
-        """Refuses new requests, lets running ones end within `drain_timeout`, then stops everything."""
+    async def drain(self, stop_now: asyncio.Event | None = None) -> None:
+        """Refuses new requests, lets running ones end within `drain_timeout` or until `stop_now`, then stops."""
         replica, config = self.replica, self.config
+        stop_now = stop_now or asyncio.Event()
         LOGGER.info("draining", extra={"live_requests": len(replica.live)})
         started = time.monotonic()
         replica.begin_drain()
-        await self._wait_idle(started + config.drain_timeout)
-        await self._wait_stop_now(started + min(config.drain_grace, config.drain_timeout))
+        await self._wait_idle(started + config.drain_timeout, stop_now)
+        await _wait_event(stop_now, started + min(config.drain_grace, config.drain_timeout))
         if self._has_work():
             for request in replica.live:
                 request.cancel_with(drain_timeout())
-            await self._wait_idle(time.monotonic() + LAST_EVENTS_SECONDS, hurry=False)
+            await self._wait_idle(time.monotonic() + LAST_EVENTS_SECONDS, asyncio.Event())
         await self.stop()
 
     async def stop(self) -> None:
@@ -134,14 +118,12 @@ class Server:
     def _has_work(self) -> bool:
         return len(self.replica.live) > 0 or self.replica.streams.has_output
 
-    async def _wait_idle(self, until: float, *, hurry: bool = True) -> None:
-        # Polled: work ends in many places, and a drain is rare.
-        while self._has_work() and time.monotonic() < until and not (hurry and self._stop_now.is_set()):  # noqa: ASYNC110
+    async def _wait_idle(self, until: float, stop_now: asyncio.Event) -> None:
+        while self._has_work() and time.monotonic() < until and not stop_now.is_set():  # noqa: ASYNC110
             await asyncio.sleep(DRAIN_POLL_SECONDS)
 
-    async def _wait_stop_now(self, until: float) -> None:
-        try:
-            async with asyncio.timeout(max(0.0, until - time.monotonic())):
-                await self._stop_now.wait()
-        except TimeoutError:
-            pass
+
+async def _wait_event(event: asyncio.Event, until: float) -> None:
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(max(0.0, until - time.monotonic())):
+            await event.wait()

@@ -7,7 +7,6 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 
-import grpc
 import pytest
 from grpc import aio
 
@@ -15,7 +14,6 @@ import service  # noqa: F401  # puts proto/ on the path
 from octavo.v1 import capacity_pb2_grpc, generation_pb2_grpc, tokenization_pb2_grpc
 from service.config import ServiceConfig
 from service.server import Server
-from tests.service.byte_output import ByteOutputText
 from tests.service.byte_tokenizer import byte_tokenizer
 from tests.service.fake_engine import FakeEngineClient
 
@@ -50,7 +48,7 @@ async def running(
     engine = engine or FakeEngineClient()
     config = replace(config or ServiceConfig(drain_grace=0.0), port=0)
     await engine.start()
-    server = Server(engine, byte_tokenizer(), ByteOutputText, config)
+    server = Server(engine, byte_tokenizer(), config)
     await server.start()
     try:
         async with aio.insecure_channel(server.address) as channel:

@@ -1,4 +1,3 @@
-import asyncio
 from octavo.v1 import generation_pb2 as g
 from tests.service.conftest import Running
 

@@ -1,0 +1,203 @@
+"""The command line: `serve`, `generate`, `capacity`, `demo`. Every flag has an environment variable, OCTAVO_<FLAG>."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Awaitable
+from typing import Annotated, Any, TypeVar
+
+import typer
+from rich.console import Console
+
+from engine import AllocatorKind, Device, EngineConfig, LoadFormat
+from octavo.v1 import generation_pb2
+from service.client import Client, GenerationError, chat_request, prompt_request
+from service.config import ServiceConfig
+from service.logs import configure_logs
+
+T = TypeVar("T")
+
+app = typer.Typer(
+    help="Octavo: serves large language models over gRPC.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+def flag(name: str, text: str, **options: Any) -> Any:
+    """An option and the environment variable of the same name."""
+    variable = "OCTAVO_" + name.removeprefix("--").replace("-", "_").upper()
+    return typer.Option(name, help=text, envvar=variable, **options)
+
+
+@app.command()
+def serve(
+    model: Annotated[str, flag("--model", "demo, a Hugging Face model directory, or a .gguf file.")],
+    served_model_name: Annotated[str, flag("--served-model-name", "Name that requests use.")] = "",
+    host: Annotated[str, flag("--host", "Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, flag("--port", "gRPC port; 0 picks a free one.", min=0, max=65535)] = 50051,
+    metrics_port: Annotated[int, flag("--metrics-port", "Prometheus port; 0: none.", min=0, max=65535)] = 9464,
+    device: Annotated[Device, flag("--device", "Where to run.")] = Device.AUTO,
+    dtype: Annotated[str, flag("--dtype", "auto, float32, bfloat16 or float16.")] = "auto",
+    load_format: Annotated[LoadFormat, flag("--load-format", "How to read the weights.")] = LoadFormat.AUTO,
+    max_model_len: Annotated[int | None, flag("--max-model-len", "Context limit in tokens.", min=1)] = None,
+    max_num_seqs: Annotated[int, flag("--max-num-seqs", "Sequences in one step.", min=1)] = 64,
+    max_num_batched_tokens: Annotated[
+        int | None, flag("--max-num-batched-tokens", "Token budget of one step.", min=1)
+    ] = None,
+    block_size: Annotated[int, flag("--block-size", "Tokens in a KV block.", min=1)] = 16,
+    kv_cache_tokens: Annotated[
+        int | None, flag("--kv-cache-tokens", "KV pool in tokens; default: what fits.", min=1)
+    ] = None,
+    gpu_memory_utilization: Annotated[
+        float, flag("--gpu-memory-utilization", "Share of GPU memory to claim.", min=0.01, max=1.0)
+    ] = 0.9,
+    swap_space_gib: Annotated[float, flag("--swap-space-gib", "Host memory for preempted requests.", min=0.0)] = 0.0,
+    enable_prefix_caching: Annotated[bool, flag("--enable-prefix-caching", "Share prompts' KV blocks.")] = False,
+    allocator: Annotated[AllocatorKind, flag("--allocator", "Block allocator.")] = AllocatorKind.NATIVE,
+    max_queued_requests: Annotated[int, flag("--max-queued-requests", "Queue bound.", min=0)] = 1024,
+    max_queued_tokens: Annotated[int, flag("--max-queued-tokens", "Queue bound in prompt tokens.", min=1)] = 1_048_576,
+    enforce_eager: Annotated[bool, flag("--enforce-eager", "No CUDA graphs.")] = False,
+    seed: Annotated[int, flag("--seed", "For random weights of --load-format dummy.")] = 0,
+    num_threads: Annotated[int | None, flag("--num-threads", "CPU threads of the engine.", min=1)] = None,
+    drain_timeout: Annotated[
+        float, flag("--drain-timeout", "Seconds that running requests get after SIGTERM.", min=0.0)
+    ] = 30.0,
+    drain_grace: Annotated[
+        float, flag("--drain-grace", "Seconds at least of polite refusals after SIGTERM.", min=0.0)
+    ] = 0.5,
+    in_process_engine: Annotated[
+        bool, flag("--in-process-engine", "Engine on a thread of this process, for debugging.")
+    ] = False,
+    log_level: Annotated[str, flag("--log-level", "debug, info, warning or error.")] = "info",
+) -> None:
+    """Serve a model until SIGTERM, which drains; a second SIGTERM stops at once."""
+    from service.serve import run
+    from service.serve import serve as serve_until_signalled
+
+    configure_logs(log_level)
+    engine_config = EngineConfig(
+        model=model,
+        served_model_name=served_model_name,
+        device=device,
+        dtype=dtype,
+        load_format=load_format,
+        max_model_len=max_model_len,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        block_size=block_size,
+        kv_cache_tokens=kv_cache_tokens,
+        gpu_memory_utilization=gpu_memory_utilization,
+        swap_space_gib=swap_space_gib,
+        enable_prefix_caching=enable_prefix_caching,
+        allocator=allocator,
+        max_queued_requests=max_queued_requests,
+        max_queued_tokens=max_queued_tokens,
+        enforce_eager=enforce_eager,
+        seed=seed,
+        num_threads=num_threads,
+    )
+    service_config = ServiceConfig(
+        host=host,
+        port=port,
+        metrics_port=metrics_port or None,
+        drain_timeout=drain_timeout,
+        drain_grace=drain_grace,
+    )
+    raise typer.Exit(
+        run(lambda: serve_until_signalled(engine_config, service_config, in_process_engine=in_process_engine))
+    )
+
+
+Address = Annotated[str, flag("--address", "HOST:PORT of a running service.")]
+DEFAULT_ADDRESS = "127.0.0.1:50051"
+
+
+@app.command()
+def generate(
+    prompt: Annotated[str, typer.Argument(help="Text to continue, or what to say with --chat.")],
+    address: Address = DEFAULT_ADDRESS,
+    max_tokens: Annotated[int, flag("--max-tokens", "Most output tokens.", min=1)] = 256,
+    temperature: Annotated[float, flag("--temperature", "0 is greedy.", min=0.0)] = 0.0,
+    seed: Annotated[int | None, flag("--sampling-seed", "Makes sampling reproducible.", min=0)] = None,
+    chat: Annotated[bool, flag("--chat", "Send the prompt as a user's chat message.")] = False,
+    as_json: Annotated[bool, flag("--json", "Print one JSON object at the end.")] = False,
+) -> None:
+    """Stream one generation to the terminal through the bidirectional RPC."""
+    from service.terminal import show_generation
+
+    sampling = generation_pb2.SamplingParameters(temperature=temperature, seed=seed)
+    if chat:
+        start = chat_request([("user", prompt)], max_tokens=max_tokens, sampling=sampling)
+    else:
+        start = prompt_request(prompt, max_tokens=max_tokens, sampling=sampling)
+
+    async def main() -> None:
+        async with Client(address) as client:
+            await show_generation(client.generate(start), Console(), as_json=as_json)
+
+    _run_client(main())
+
+
+@app.command()
+def capacity(
+    address: Address = DEFAULT_ADDRESS,
+    watch: Annotated[bool, flag("--watch", "Follow it.")] = False,
+    as_json: Annotated[bool, flag("--json", "Print JSON, one object a line.")] = False,
+) -> None:
+    """Print what a running service can take, once or as it changes."""
+    from service.terminal import capacity_json, capacity_line, capacity_table
+
+    console = Console()
+
+    async def main() -> None:
+        async with Client(address) as client:
+            if not watch:
+                snapshot = await client.capacity()
+                console.print(capacity_json(snapshot) if as_json else capacity_table(snapshot), soft_wrap=True)
+                return
+            async for snapshot in client.watch_capacity():
+                line = capacity_json(snapshot) if as_json else capacity_line(snapshot)
+                console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    _run_client(main())
+
+
+@app.command()
+def demo(
+    model: Annotated[str, flag("--model", "The model to show.")] = "demo",
+    question: Annotated[str, flag("--question", "What to ask; default: a simple one.")] = "",
+    max_tokens: Annotated[int, flag("--max-tokens", "Most output tokens.", min=1)] = 96,
+) -> None:
+    """Start the service with the embedded model, ask it one question, show its figures, stop it."""
+    from service.demo import QUESTION, run_demo
+
+    raise typer.Exit(asyncio.run(run_demo(model, question or QUESTION, max_tokens, Console())))
+
+
+def _run_client(work: Awaitable[None]) -> None:
+    from grpc import aio
+
+    async def main() -> None:
+        try:
+            await work
+        except aio.AioRpcError as error:
+            raise GenerationError.from_rpc(error) from error
+
+    try:
+        asyncio.run(main())
+    except GenerationError as error:
+        print(f"octavo: {error}", file=sys.stderr)
+        raise typer.Exit(1) from None
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
+
+
+def main() -> None:
+    app(prog_name="octavo")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,249 @@
+"""A small typed client: one channel that retries by service config, requests multiplexed over one stream.
+
+It reads and writes the public messages themselves; `prompt_request` and `chat_request` build the usual ones.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from types import TracebackType
+from typing import Any, Self
+
+import grpc
+from google.rpc import error_details_pb2, status_pb2
+from grpc import aio
+from grpc_status import rpc_status
+
+from octavo.v1 import capacity_pb2, capacity_pb2_grpc, generation_pb2, generation_pb2_grpc
+
+RETRY_POLICY = {
+    "maxAttempts": 4,
+    "initialBackoff": "0.1s",
+    "maxBackoff": "2s",
+    "backoffMultiplier": 2,
+    "retryableStatusCodes": ["UNAVAILABLE", "RESOURCE_EXHAUSTED"],
+}
+# What a client in any language gives its channel. Pushback of the server overrules the backoff.
+SERVICE_CONFIG = json.dumps(
+    {
+        "methodConfig": [
+            {
+                "name": [
+                    {"service": "octavo.v1.GenerationService"},
+                    {"service": "octavo.v1.TokenizationService"},
+                    {"service": "octavo.v1.CapacityService"},
+                ],
+                "retryPolicy": RETRY_POLICY,
+            }
+        ]
+    }
+)
+
+
+class GenerationError(Exception):
+    """A request that failed. `reason` is ErrorInfo's; `usage` is what was used until then."""
+
+    def __init__(
+        self, code: grpc.StatusCode, reason: str, message: str, usage: generation_pb2.Usage | None = None
+    ) -> None:
+        super().__init__(f"{code.name} {reason}: {message}" if reason else f"{code.name}: {message}")
+        self.code = code
+        self.reason = reason
+        self.message = message
+        self.usage = usage or generation_pb2.Usage()
+
+    @classmethod
+    def from_status(cls, status: status_pb2.Status, usage: generation_pb2.Usage | None = None) -> Self:
+        return cls(_code(status.code), error_info(status).reason, status.message, usage)
+
+    @classmethod
+    def from_rpc(cls, error: aio.AioRpcError) -> Self:
+        status = rpc_status.from_call(error)  # type: ignore[arg-type]  # an aio error has what it reads
+        if status is None:
+            return cls(error.code(), "", error.details() or "")
+        return cls.from_status(status)
+
+
+def error_info(status: status_pb2.Status) -> error_details_pb2.ErrorInfo:
+    """The status's ErrorInfo; empty if it has none."""
+    info = error_details_pb2.ErrorInfo()
+    for detail in status.details:
+        if detail.Unpack(info):
+            break
+    return info
+
+
+def prompt_request(
+    text: str, *, max_tokens: int | None = None, sampling: generation_pb2.SamplingParameters | None = None
+) -> generation_pb2.StartGeneration:
+    stop = generation_pb2.StopCriteria(max_tokens=max_tokens)
+    return generation_pb2.StartGeneration(text=text, stop=stop, sampling=sampling)
+
+
+def chat_request(
+    messages: Sequence[tuple[str, str]],
+    *,
+    max_tokens: int | None = None,
+    sampling: generation_pb2.SamplingParameters | None = None,
+) -> generation_pb2.StartGeneration:
+    """messages: (role, content) pairs."""
+    chat = generation_pb2.Chat(
+        messages=[generation_pb2.ChatMessage(role=role, content=content) for role, content in messages]
+    )
+    stop = generation_pb2.StopCriteria(max_tokens=max_tokens)
+    return generation_pb2.StartGeneration(chat=chat, stop=stop, sampling=sampling)
+
+
+class Client:
+    """`async with Client("127.0.0.1:50051") as client`. Safe for many tasks of one event loop."""
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        credentials: grpc.ChannelCredentials | None = None,
+        options: Sequence[tuple[str, Any]] = (),
+    ) -> None:
+        channel_options = [("grpc.service_config", SERVICE_CONFIG), ("grpc.enable_retries", 1), *options]
+        if credentials is None:
+            self.channel = aio.insecure_channel(address, channel_options)
+        else:
+            self.channel = aio.secure_channel(address, credentials, channel_options)
+        self._generation: generation_pb2_grpc.GenerationServiceAsyncStub
+        self._generation = generation_pb2_grpc.GenerationServiceStub(self.channel)
+        self._capacity: capacity_pb2_grpc.CapacityServiceAsyncStub
+        self._capacity = capacity_pb2_grpc.CapacityServiceStub(self.channel)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.channel.close(None)
+
+    @asynccontextmanager
+    async def session(self) -> AsyncIterator[Session]:
+        """One bidirectional stream for any number of concurrent requests. Leaving it cancels what still runs."""
+        session = Session(self._generation.Generate())  # type: ignore[call-arg]  # no iterator: written by `write`
+        try:
+            yield session
+        finally:
+            await session.close()
+
+    async def generate(self, start: generation_pb2.StartGeneration) -> AsyncIterator[generation_pb2.GenerationEvent]:
+        """The events of one request, on a stream of its own. Raises GenerationError."""
+        async with self.session() as session:
+            async for event in session.generate(start):
+                yield event
+
+    async def cancel(self, *request_ids: str, reason: str = "") -> list[str]:
+        """Cancels requests of any stream; those that were live are returned."""
+        request = generation_pb2.CancelGenerationsRequest(request_ids=request_ids, reason=reason)
+        return list((await self._generation.CancelGenerations(request)).cancelled_request_ids)
+
+    async def capacity(self) -> capacity_pb2.Capacity:
+        return (await self._capacity.GetCapacity(capacity_pb2.GetCapacityRequest())).capacity
+
+    async def watch_capacity(self) -> AsyncIterator[capacity_pb2.Capacity]:
+        async for response in self._capacity.WatchCapacity(capacity_pb2.WatchCapacityRequest()):
+            yield response.capacity
+
+
+class Session:
+    """A Generate stream. Each request's events come in order to the one who started it."""
+
+    def __init__(
+        self,
+        call: aio.StreamStreamCall[generation_pb2.GenerateRequest, generation_pb2.GenerateResponse],
+    ) -> None:
+        self._call = call
+        self._ids = itertools.count(1)
+        self._queues: dict[str, asyncio.Queue[generation_pb2.GenerationEvent | GenerationError]] = {}
+        self._ended: GenerationError | None = None
+        self._reader = asyncio.create_task(self._read())
+
+    async def generate(self, start: generation_pb2.StartGeneration) -> AsyncIterator[generation_pb2.GenerationEvent]:
+        """Starts a request and yields its events up to `finished`. Raises GenerationError for `failed`, and for the end
+        of the stream. Leaving the iteration cancels the request."""
+        request = generation_pb2.StartGeneration()
+        request.CopyFrom(start)
+        request.request_id = start.request_id or f"r{next(self._ids)}"
+        queue = self._queues[request.request_id] = asyncio.Queue()
+        try:
+            await self._write(generation_pb2.GenerateRequest(start=request))
+            while True:
+                event = await queue.get()
+                if isinstance(event, GenerationError):
+                    raise event
+                if event.HasField("failed"):
+                    raise GenerationError.from_status(event.failed.status, event.failed.usage)
+                yield event
+                if event.HasField("finished"):
+                    return
+        finally:
+            await self._forget(request.request_id)
+
+    async def cancel(self, request_id: str) -> None:
+        """Its events go on to a `finished` with what was used."""
+        cancel = generation_pb2.CancelGeneration(request_id=request_id)
+        await self._write(generation_pb2.GenerateRequest(cancel=cancel))
+
+    async def acknowledge(self, request_id: str, token_count: int, candidate_index: int = 0) -> None:
+        """Opens the window of a request that asked for one: tokens [0, token_count) were consumed."""
+        message = generation_pb2.AcknowledgeOutput(
+            request_id=request_id, candidate_index=candidate_index, token_count=token_count
+        )
+        await self._write(generation_pb2.GenerateRequest(acknowledge=message))
+
+    async def close(self) -> None:
+        self._call.cancel()
+        self._reader.cancel()
+        await asyncio.gather(self._reader, return_exceptions=True)
+
+    async def _forget(self, request_id: str) -> None:
+        queue = self._queues.pop(request_id, None)
+        if queue is not None and self._ended is None and not self._reader.done():
+            await self._write(
+                generation_pb2.GenerateRequest(cancel=generation_pb2.CancelGeneration(request_id=request_id))
+            )
+
+    async def _write(self, message: generation_pb2.GenerateRequest) -> None:
+        if self._ended is not None:
+            raise self._ended
+        try:
+            await self._call.write(message)
+        except aio.AioRpcError as error:
+            raise GenerationError.from_rpc(error) from error
+        except asyncio.InvalidStateError:
+            await self._reader
+            raise self._ended or GenerationError(grpc.StatusCode.CANCELLED, "", "stream is closed") from None
+
+    async def _read(self) -> None:
+        try:
+            async for response in self._call:
+                for event in response.events:
+                    self._deliver(event)
+            self._end(GenerationError(grpc.StatusCode.CANCELLED, "", "the server closed the stream"))
+        except aio.AioRpcError as error:
+            self._end(GenerationError.from_rpc(error))
+
+    def _deliver(self, event: generation_pb2.GenerationEvent) -> None:
+        queue = self._queues.get(event.request_id)
+        if queue is not None:
+            queue.put_nowait(event)
+            if event.HasField("finished") or event.HasField("failed"):
+                del self._queues[event.request_id]
+
+    def _end(self, error: GenerationError) -> None:
+        self._ended = error
+        for queue in self._queues.values():
+            queue.put_nowait(error)
+
+
+def _code(value: int) -> grpc.StatusCode:
+    return next(code for code in grpc.StatusCode if code.value[0] == value)

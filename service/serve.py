@@ -1,0 +1,111 @@
+"""From a configuration to a serving process and its exit code."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import sys
+from collections.abc import Callable
+
+from engine import ConfigurationError, EngineClient, EngineConfig, EngineError, create_engine_client
+from engine.text.tokenizer import Tokenizer
+from engine.types import EngineInfo
+from service.config import ServiceConfig
+from service.server import Server
+
+LOGGER = logging.getLogger(__name__)
+
+EXIT_OK = 0
+EXIT_FAULT = 1
+EXIT_CONFIGURATION = 2
+
+
+class Signals:
+    """SIGTERM and SIGINT: the first asks for a drain, the second for the end."""
+
+    def __init__(self) -> None:
+        self.drain = asyncio.Event()
+        self.stop = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._on_signal)
+
+    def _on_signal(self) -> None:
+        if self.drain.is_set():
+            self.stop.set()
+        self.drain.set()
+
+
+async def serve(engine_config: EngineConfig, service_config: ServiceConfig, *, in_process_engine: bool = False) -> int:
+    """Serves until SIGTERM or SIGINT; returns the exit code. What cannot be served is one line on standard error,
+    before any port is opened."""
+    try:
+        tokenizer = await asyncio.to_thread(Tokenizer.load, engine_config.model)
+    except ConfigurationError as error:
+        return _fail(str(error), EXIT_CONFIGURATION)
+    engine = create_engine_client(engine_config, in_process=in_process_engine, progress=_progress)
+    return await serve_engine(engine, tokenizer, service_config)
+
+
+async def serve_engine(engine: EngineClient, tokenizer: Tokenizer, config: ServiceConfig) -> int:
+    """As `serve`, over any engine. The engine's process is spawned before gRPC starts its threads."""
+    signals = Signals()
+    try:
+        if not await _start_engine(engine, signals):
+            return EXIT_OK
+        server = Server(engine, tokenizer, config)
+        await server.start()
+    except ConfigurationError as error:
+        return _fail(str(error), EXIT_CONFIGURATION)
+    except OSError as error:
+        await engine.stop()
+        return _fail(str(error), EXIT_CONFIGURATION)
+    except EngineError as error:
+        return _fail(str(error), EXIT_FAULT)
+    print(ready_line(server.address, engine.info), flush=True)
+    await signals.drain.wait()
+    await server.drain(signals.stop)
+    return EXIT_OK
+
+
+async def _start_engine(engine: EngineClient, signals: Signals) -> bool:
+    """False if a signal came first; then the engine is stopped."""
+    starting = asyncio.ensure_future(engine.start())
+    stopping = asyncio.ensure_future(signals.drain.wait())
+    await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
+    stopping.cancel()
+    if starting.done():
+        starting.result()
+        return True
+    starting.cancel()
+    with contextlib.suppress(asyncio.CancelledError, EngineError):
+        await starting
+    await engine.stop()
+    return False
+
+
+def ready_line(address: str, info: EngineInfo) -> str:
+    return (
+        f"octavo ready on {address}: model {info.model}, {info.kv_cache_tokens} KV-cache tokens, "
+        f"context {info.max_context_tokens}, device {info.device} ({info.dtype})"
+    )
+
+
+def run(main: Callable[[], object]) -> int:
+    """Runs a coroutine function on uvloop, where there is one, and returns its exit code."""
+    try:
+        import uvloop
+    except ImportError:  # not made for Windows
+        return asyncio.run(main())  # type: ignore[arg-type]
+    return uvloop.run(main())  # type: ignore[arg-type]
+
+
+def _progress(message: str) -> None:
+    print(f"octavo: {message}", file=sys.stderr, flush=True)
+
+
+def _fail(message: str, code: int) -> int:
+    print(f"octavo: {message}", file=sys.stderr, flush=True)
+    return code
