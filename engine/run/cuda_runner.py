@@ -99,6 +99,10 @@ class CudaRunner:
     def num_graphs(self) -> int:
         return len(self._buckets)
 
+    def graph_for(self, batch: int) -> torch.cuda.CUDAGraph:
+        """The graph that a decode step of `batch` sequences replays. Raises StopIteration if it has none."""
+        return self._graphs[next(size for size in self._buckets if size >= batch)].graph
+
     @torch.inference_mode()
     def run_arrays(self, arrays: StepArrays) -> None:
         """Runs one step eagerly and drops its result."""

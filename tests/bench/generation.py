@@ -50,9 +50,7 @@ def run_engine(engine: Engine, inputs: list[list[int]], new_tokens: int) -> tupl
     return time.perf_counter() - begin, [result.token_ids for result in results]
 
 
-def run_transformers(
-    model: torch.nn.Module, inputs: list[list[int]], new_tokens: int
-) -> tuple[float, list[list[int]]]:
+def run_transformers(model: torch.nn.Module, inputs: list[list[int]], new_tokens: int) -> tuple[float, list[list[int]]]:
     ids = torch.tensor(inputs)
     begin = time.perf_counter()
     with torch.inference_mode():

@@ -1,0 +1,175 @@
+"""Decode steps and prefill of the three model shapes on a GPU, against the floor of the memory bus and the tensor
+cores.
+
+Floors: a decode step reads every weight and the cached K and V once; a prefill does 2 flops a weight and token.
+Ceilings are measured on the card in the same run.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from engine.config import Device, EngineConfig, LoadFormat
+from engine.engine import Engine
+from engine.model.spec import ModelSpec
+from engine.run.cuda_runner import CudaRunner
+from engine.types import GenerationRequest, SamplingParameters, StopCriteria
+from tests.bench.shapes import write_shape
+
+Figures = dict[str, float]
+
+DECODE_BATCHES = (1, 2, 4, 8, 16, 32, 64)
+CONTEXT = 2048
+STEPS = 60
+BUSY_BATCHES = (1, 64)
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """Bytes a second of a device copy (read plus written), flops a second of a bf16 8192^3 product of random
+    numbers."""
+
+    copy: float
+    matmul: float
+
+
+def measure_ceilings() -> Ceilings:
+    source = torch.randn(1 << 29, device="cuda")
+    target = torch.empty_like(source)
+    copy = 2 * source.nbytes / _seconds(lambda: target.copy_(source), 10)
+    del source, target
+    a = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
+    b = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
+    out = torch.empty_like(a)
+    matmul = 2 * 8192**3 / _seconds(lambda: torch.mm(a, b, out=out), 10)
+    return Ceilings(copy, matmul)
+
+
+def weight_numbers(spec: ModelSpec) -> int:
+    """Numbers that a decode step multiplies with: projections of every layer, and the head."""
+    layer = spec.hidden_size * (spec.qkv_size + spec.q_size + 3 * spec.intermediate_size)
+    return spec.num_layers * layer + spec.vocab_size * spec.hidden_size
+
+
+def decode_floor(spec: ModelSpec, batch: int, context: int, ceilings: Ceilings) -> float:
+    """Seconds: bf16 weights and KV over the copy rate."""
+    return 2 * (weight_numbers(spec) + batch * context * spec.kv_elements_per_token) / ceilings.copy
+
+
+def prefill_floor(spec: ModelSpec, count: int, tokens: int, ceilings: Ceilings) -> float:
+    """Seconds: 2 flops a layer weight and token, the head once a sequence, causal attention."""
+    head = spec.vocab_size * spec.hidden_size
+    linear = 2 * (weight_numbers(spec) - head) * tokens + 2 * head
+    attention = 4 * spec.num_layers * spec.q_size * tokens**2 / 2
+    return count * (linear + attention) / ceilings.matmul
+
+
+def measure(name: str, ceilings: Ceilings) -> Figures:
+    with tempfile.TemporaryDirectory() as folder:
+        engine = Engine(
+            EngineConfig(
+                model=str(write_shape(Path(folder), name)),
+                load_format=LoadFormat.DUMMY,
+                device=Device.CUDA,
+                max_num_seqs=64,
+                max_model_len=4096,
+                max_num_batched_tokens=8192,
+                kv_cache_tokens=64 * (CONTEXT + 256),
+            )
+        )
+    figures: Figures = {}
+    for count in (1, 64):
+        seconds = _prefill_seconds(engine, count)
+        figures[f"prefill_ms.{name}.{count}x{CONTEXT}"] = 1e3 * seconds
+        floor = prefill_floor(engine.model.spec, count, CONTEXT, ceilings)
+        figures[f"prefill_floor_ratio.{name}.{count}x{CONTEXT}"] = floor / seconds
+    for batch in DECODE_BATCHES:
+        figures |= _decode(engine, name, batch, ceilings)
+    return figures
+
+
+def _requests(count: int, max_tokens: int) -> list[GenerationRequest]:
+    return [
+        GenerationRequest(
+            str(index),
+            torch.randint(0, 40_000, (CONTEXT,)).tolist(),
+            SamplingParameters(temperature=0.0),
+            StopCriteria(max_tokens=max_tokens, ignore_eos=True),
+        )
+        for index in range(count)
+    ]
+
+
+def _prefill_seconds(engine: Engine, count: int) -> float:
+    """From submission to the first token of every request, median of three; the host's work included."""
+    times = []
+    for _ in range(4):
+        requests = _requests(count, 1)
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        engine.generate(requests)
+        times.append(time.perf_counter() - begin)
+    return statistics.median(times[1:])
+
+
+def _decode(engine: Engine, name: str, batch: int, ceilings: Ceilings) -> Figures:
+    """One step's graph, replayed alone (device time), and the loop's own pace (wall clock) in a steady run."""
+    for request in _requests(batch, STEPS + 40):
+        engine.submit(request)
+    while engine.stats.generated_tokens == 0 or engine.stats.queued_requests or not _decoding(engine, batch):
+        engine.step()
+    for _ in range(8):
+        engine.step()
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    for _ in range(STEPS):
+        engine.step()
+    torch.cuda.synchronize()
+    wall = (time.perf_counter() - begin) / STEPS
+    device = _replay_seconds(engine, batch)
+    while engine.has_work:
+        engine.step()
+    floor = decode_floor(engine.model.spec, batch, CONTEXT, ceilings)
+    key = f"{name}.b{batch}.c{CONTEXT}"
+    figures = {
+        f"decode_ms.{key}": 1e3 * device,
+        f"decode_floor_ratio.{key}": floor / device,
+        f"decode_wall_ms.{key}": 1e3 * wall,
+    }
+    if batch in BUSY_BATCHES and name == "qwen2.5-1.5b":
+        figures[f"gpu_busy_percent.b{batch}"] = 100 * device / wall
+    return figures
+
+
+def _decoding(engine: Engine, batch: int) -> bool:
+    plan = getattr(engine.loop, "_in_flight", None)
+    return plan is not None and len(plan[0].scheduled) == batch and plan[0].num_tokens == batch
+
+
+def _replay_seconds(engine: Engine, batch: int) -> float:
+    """The bucket's captured graph on the inputs of the last step, by events, median of many replays."""
+    runner = engine.loop.runner
+    assert isinstance(runner, CudaRunner)
+    graph = runner.graph_for(batch)
+    return _seconds(graph.replay, 40)
+
+
+def _seconds(call: object, repeats: int) -> float:
+    assert callable(call)
+    for _ in range(3):
+        call()
+    times = []
+    for _ in range(repeats):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        call()
+        end.record()
+        times.append((begin, end))
+    torch.cuda.synchronize()
+    return statistics.median(begin.elapsed_time(end) for begin, end in times) / 1e3

@@ -1,0 +1,181 @@
+"""The engine on a GPU: the CPU's tokens up to near-ties, graph = eager, batched = alone, a static memory budget."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.config import AllocatorKind, Device, EngineConfig
+from engine.engine import Engine, GenerationResult
+from engine.errors import ConfigurationError
+from engine.model.source import resolve
+from engine.run.cuda_runner import CudaRunner
+from engine.types import FinishReason, GenerationRequest, SamplingParameters, StopCriteria
+from tests.model.tiny import write_tiny_model
+from tests.near_tie import assert_same_or_near_tie
+
+pytestmark = pytest.mark.gpu
+
+GREEDY = SamplingParameters(temperature=0.0)
+FAMILIES = [
+    ("llama", {"head_dim": 64}),
+    ("qwen2", {"head_dim": 128, "hidden_size": 128, "num_attention_heads": 6, "num_key_value_heads": 1}),
+    ("qwen3", {"head_dim": 80}),
+    ("mistral", {"head_dim": 96, "num_attention_heads": 3, "num_key_value_heads": 1, "hidden_size": 96}),
+]
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("qwen3"), "qwen3", head_dim=128)
+
+
+def engine(path: Path | str, device: Device = Device.CUDA, **options: object) -> Engine:
+    defaults: dict[str, object] = {
+        "model": str(path),
+        "device": device,
+        "max_num_seqs": 16,
+        "max_model_len": 512,
+        "kv_cache_tokens": 16_384,
+    }
+    return Engine(EngineConfig(**{**defaults, **options}))  # type: ignore[arg-type]
+
+
+def request(
+    name: str, prompt: list[int], max_tokens: int, sampling: SamplingParameters = GREEDY, top: int | None = None
+) -> GenerationRequest:
+    stop = StopCriteria(max_tokens=max_tokens, ignore_eos=True)
+    return GenerationRequest(name, prompt, sampling, stop, top_logprobs=top)
+
+
+def requests(count: int, seed: int, longest: int = 150, top: int | None = None) -> list[GenerationRequest]:
+    generator = random.Random(seed)
+    return [
+        request(
+            str(index),
+            [generator.randrange(3, 500) for _ in range(generator.randint(1, longest))],
+            generator.randint(1, 60),
+            top=top,
+        )
+        for index in range(count)
+    ]
+
+
+def compare(results: list[GenerationResult], references: list[GenerationResult], least: float = 0.5) -> None:
+    """Near-ties may end a comparison early, but most tokens must have been compared."""
+    agreed = sum(
+        assert_same_or_near_tie(result.token_ids, reference)
+        for result, reference in zip(results, references, strict=True)
+    )
+    total = sum(len(reference.token_ids) for reference in references)
+    assert agreed >= least * total, f"only {agreed} of {total} tokens could be compared"
+
+
+@pytest.mark.parametrize(("family", "overrides"), FAMILIES)
+def test_tokens_equal_the_cpus_up_to_near_ties(tmp_path: Path, family: str, overrides: dict[str, object]) -> None:
+    path = write_tiny_model(tmp_path, family, **overrides)
+    references = engine(path, Device.CPU).generate(requests(12, 1, top=5))
+    gpu = engine(path)
+    compare(gpu.generate(requests(12, 1)), references)
+    gpu.scheduler.check_idle()
+
+
+def test_graph_equals_eager(tiny: Path) -> None:
+    graph = engine(tiny).generate(requests(16, 2))
+    eager = engine(tiny, enforce_eager=True)
+    assert isinstance(eager.loop.runner, CudaRunner)
+    assert eager.loop.runner.num_graphs == 0
+    compare(graph, eager.generate(requests(16, 2, top=5)), least=0.8)
+
+
+def test_batched_equals_alone(tiny: Path) -> None:
+    together = engine(tiny).generate(requests(16, 3))
+    alone = engine(tiny)
+    compare(together, [alone.generate([item])[0] for item in requests(16, 3, top=5)], least=0.8)
+
+
+def test_preempted_equals_undisturbed(tiny: Path) -> None:
+    small = engine(tiny, kv_cache_tokens=512, allocator=AllocatorKind.CHECKED, max_num_batched_tokens=64)
+    results = small.generate(requests(24, 4))
+    assert small.stats.preemptions > 0
+    small.scheduler.check_idle()
+    compare(results, engine(tiny).generate(requests(24, 4, top=5)))
+
+
+def test_end_of_sequence_is_learned_a_step_late_and_costs_nothing_visible(tiny: Path) -> None:
+    free = engine(tiny).generate([request("a", [5, 6, 7], 40)])[0].token_ids
+    stop_id = free[17]
+    item = GenerationRequest("a", [5, 6, 7], GREEDY, StopCriteria(max_tokens=40, token_ids=[stop_id], ignore_eos=True))
+    shared = engine(tiny)
+    result = shared.generate([item, *requests(5, 6)])[0]
+    assert result.token_ids == free[: free.index(stop_id) + 1]
+    assert result.candidates[0].finish is not None
+    assert result.candidates[0].finish.reason is FinishReason.STOP
+    shared.scheduler.check_idle()
+
+
+def test_sampled_tokens_equal_the_cpus_for_one_seed(tiny: Path) -> None:
+    """The noise is the same; a near-tie of the noisy scores may differ, so only most tokens must agree."""
+    sampling = SamplingParameters(temperature=0.9, seed=11)
+    items = [request(str(index), [9, 8, index + 3], 20, sampling) for index in range(6)]
+    cpu = [result.token_ids for result in engine(tiny, Device.CPU).generate(items)]
+    gpu = [result.token_ids for result in engine(tiny).generate(items)]
+    first = [next((i for i, (a, b) in enumerate(zip(x, y, strict=True)) if a != b), 20) for x, y in zip(cpu, gpu,
+    strict=True)] assert sum(first) >= 60, first
+
+
+def test_mixed_sampling_in_one_batch_equals_each_alone(tiny: Path) -> None:
+    kinds = [
+        GREEDY,
+        SamplingParameters(temperature=0.8, seed=1),
+        SamplingParameters(temperature=1.0, top_k=5, seed=2),
+        SamplingParameters(temperature=1.0, top_p=0.7, seed=3),
+    ]
+    items = [request(str(index), [4, 5, index + 3], 8, sampling) for index, sampling in enumerate(kinds)]
+    together = [result.token_ids for result in engine(tiny).generate(items)]
+    shared = engine(tiny)
+    alone = [shared.generate([item])[0].token_ids for item in items]
+    agreeing = sum(a[:4] == b[:4] for a, b in zip(together, alone, strict=True))
+    assert agreeing >= 3, (together, alone)
+
+
+def test_no_device_allocation_after_the_start(tiny: Path) -> None:
+    shared = engine(tiny, max_num_batched_tokens=256)
+    shared.generate(requests(4, 7))
+    before = torch.cuda.memory_stats()["num_device_alloc"]
+    shared.generate(requests(40, 8))
+    assert torch.cuda.memory_stats()["num_device_alloc"] == before
+
+
+def test_pool_is_what_the_budget_leaves(tiny: Path) -> None:
+    shared = engine(tiny, kv_cache_tokens=None, gpu_memory_utilization=0.5)
+    free, total = torch.cuda.mem_get_info()
+    assert 0.40 < (total - free) / total <= 0.51
+    assert len(shared.generate(requests(3, 9))) == 3
+
+
+def test_too_little_memory_is_one_line_with_the_numbers(tiny: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"GiB.*gpu_memory_utilization") as caught:
+        engine(tiny, kv_cache_tokens=None, gpu_memory_utilization=0.0001)
+    assert "\n" not in str(caught.value)
+    with pytest.raises(ConfigurationError, match="kv_cache_tokens"):
+        engine(tiny, kv_cache_tokens=10**10)
+
+
+@pytest.mark.slow
+def test_smollm2_equals_the_cpu_up_to_near_ties() -> None:
+    try:
+        resolve("demo")
+    except ConfigurationError as error:
+        pytest.skip(f"the demo model is not here: {error}")
+    prompts = [[1, 9690, 198, 2683, 359, 253, 5356], [788, 1743, 282, 4649, 314], [4518, 253, 655]]
+    items = [request(str(index), prompt, 100, top=5) for index, prompt in enumerate(prompts)]
+    references = engine("demo", Device.CPU).generate(items)
+    compare(
+        engine("demo").generate([request(item.request_id, item.prompt_token_ids, 100) for item in items]),
+        references,
+        0.2,
+    )
