@@ -40,15 +40,20 @@ class Ceilings:
 
 
 def measure_ceilings() -> Ceilings:
+    return Ceilings(_copy_rate(), _matmul_rate())
+
+
+def _copy_rate() -> float:
     source = torch.randn(1 << 29, device="cuda")
     target = torch.empty_like(source)
-    copy = 2 * source.nbytes / _seconds(lambda: target.copy_(source), 10)
-    del source, target
+    return 2 * source.nbytes / _seconds(lambda: target.copy_(source), 10)
+
+
+def _matmul_rate() -> float:
     a = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
     b = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
     out = torch.empty_like(a)
-    matmul = 2 * 8192**3 / _seconds(lambda: torch.mm(a, b, out=out), 10)
-    return Ceilings(copy, matmul)
+    return 2 * 8192**3 / _seconds(lambda: torch.mm(a, b, out=out), 10)
 
 
 def weight_numbers(spec: ModelSpec) -> int:
