@@ -45,5 +45,6 @@ class DummySource:
         if "norm" in name:
             out.fill_(1.0)
             return
-        generator = torch.Generator(device=out.device).manual_seed((self._seed << 32) ^ zlib.crc32(name.encode()))
+        # torch's CPU generator uses 32 bits of a seed.
+        generator = torch.Generator(device=out.device).manual_seed(zlib.crc32(f"{self._seed} {name}".encode()))
         out.normal_(0.0, _STANDARD_DEVIATION, generator=generator)

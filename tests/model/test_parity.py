@@ -1,0 +1,147 @@
+"""The decoder against Hugging Face transformers on the same files: fp32, logits within 1e-4 and equal greedy tokens."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from engine.config import EngineConfig
+from engine.model.decoder import Decoder
+from engine.model.loader import load_model
+from tests.model.paged_loop import greedy, prompt_logits
+from tests.model.tiny import VOCABULARY, write_tiny_model
+
+PROMPT = torch.randint(0, VOCABULARY, (41,), generator=torch.Generator().manual_seed(7)).tolist()
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10_000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+YARN = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 16}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "llama-tied": ("llama", {"tie_word_embeddings": True}),
+    "llama-biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama-head-dim": ("llama", {"head_dim": 32}),
+    "llama-multi-head": ("llama", {"num_key_value_heads": 4}),
+    "llama-llama3-rope": ("llama", {"rope_parameters": LLAMA3}),
+    "llama-yarn": ("llama", {"rope_parameters": YARN}),
+    "llama-yarn-attention-factor": ("llama", {"rope_parameters": {**YARN, "attention_factor": 1.0}}),
+    "llama-linear": ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}}),
+    "llama-dynamic": ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}),
+    "qwen2": ("qwen2", {}),
+    "qwen2-tied": ("qwen2", {"tie_word_embeddings": True}),
+    "qwen2-window-off": ("qwen2", {"sliding_window": 8, "use_sliding_window": False, "max_window_layers": 0}),
+    "qwen2-window-on-no-layer": ("qwen2", {"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 2}),
+    "qwen3": ("qwen3", {}),
+    "qwen3-tied": ("qwen3", {"tie_word_embeddings": True}),
+    "qwen3-head-dim": ("qwen3", {"hidden_size": 48, "head_dim": 32}),
+    "qwen3-biases": ("qwen3", {"attention_bias": True}),
+    "mistral": ("mistral", {}),
+    "mistral-head-dim": ("mistral", {"head_dim": 24}),
+    "smollm3": ("smollm3", {}),
+    "smollm3-tied": ("smollm3", {"tie_word_embeddings": True, "attention_bias": True}),
+}
+
+
+def hf_model(path: Path, dtype: torch.dtype = torch.float32) -> Any:
+    model = transformers.AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager", dtype=dtype)
+    model.generation_config.eos_token_id = None
+    return model.eval()
+
+
+def hf_logits(model: Any, prompt: list[int]) -> torch.Tensor:
+    with torch.no_grad():
+        logits: torch.Tensor = model(torch.tensor([prompt])).logits[0].float()
+    return logits
+
+
+def hf_greedy(model: Any, prompt: list[int], count: int) -> list[int]:
+    ids = torch.tensor([prompt])
+    output = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False)
+    tokens: list[int] = output[0, len(prompt) :].tolist()
+    return tokens
+
+
+def load(path: Path, **config: Any) -> Decoder:
+    return load_model(EngineConfig(model=str(path), **config), torch.device("cpu")).decoder
+
+
+def assert_equal_to_hugging_face(path: Path, prompt: list[int] = PROMPT) -> None:
+    decoder, model = load(path), hf_model(path)
+    expected = hf_logits(model, prompt)
+    # The reference must tell tokens apart, or equality would say nothing.
+    assert expected.std() > 0.1
+    torch.testing.assert_close(prompt_logits(decoder, prompt), expected, atol=1e-4, rtol=0)
+    tokens = hf_greedy(model, prompt, 30)
+    assert len(set(tokens)) > 10
+    assert greedy(decoder, prompt, 30) == tokens
+    assert greedy(decoder, prompt, 30, chunk=7) == tokens
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_equals_hugging_face(case: str, tmp_path: Path) -> None:
+    family, overrides = CASES[case]
+    assert_equal_to_hugging_face(write_tiny_model(tmp_path / "m", family, **overrides))
+
+
+def test_large_qwen2_biases_are_loaded(tmp_path: Path) -> None:
+    path = write_tiny_model(tmp_path / "m", "qwen2")
+    model = hf_model(path)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            for projection in (layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj):
+                projection.bias.normal_(0, 1)
+    model.save_pretrained(path)
+    assert_equal_to_hugging_face(path)
+
+
+@pytest.mark.parametrize("old_key", ["type", "rope_type"])
+@pytest.mark.parametrize("kind", ["linear", "dynamic", "llama3", "yarn"])
+def test_old_config_layout(kind: str, old_key: str, tmp_path: Path) -> None:
+    """rope_scaling and a top-level rope_theta, as config.json had them before rope_parameters."""
+    path = write_tiny_model(tmp_path / "m", "llama")
+    config = json.loads((path / "config.json").read_text())
+    del config["rope_parameters"]
+    scaling = {"llama3": LLAMA3, "yarn": YARN}.get(kind, {"factor": 2.0})
+    scaling = {key: value for key, value in scaling.items() if key not in ("rope_type", "rope_theta")}
+    config |= {"rope_theta": 5000.0, "rope_scaling": {old_key: kind, **scaling}, "torch_dtype": config.pop("dtype")}
+    (path / "config.json").write_text(json.dumps(config))
+    assert_equal_to_hugging_face(path)
+
+
+def test_sharded_files(tmp_path: Path) -> None:
+    path = write_tiny_model(tmp_path / "m", "qwen3", shard_size="100KB")
+    assert len(list(path.glob("*.safetensors"))) > 2
+    assert_equal_to_hugging_face(path)
+
+
+def test_head_dim_null_is_hidden_over_heads(tmp_path: Path) -> None:
+    path = write_tiny_model(tmp_path / "m", "llama")
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, "head_dim": None}))
+    assert_equal_to_hugging_face(path)
+
+
+def test_chunks_of_every_size_give_the_same_logits(tmp_path: Path) -> None:
+    decoder = load(write_tiny_model(tmp_path / "m", "qwen3"))
+    whole = prompt_logits(decoder, PROMPT)
+    for chunk in range(1, len(PROMPT)):
+        torch.testing.assert_close(prompt_logits(decoder, PROMPT, chunk), whole, atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_bfloat16_is_as_near_the_truth_as_hugging_face(family: str, tmp_path: Path) -> None:
+    path = write_tiny_model(tmp_path / "m", family)
+    truth = hf_logits(hf_model(path), PROMPT)
+    theirs = (hf_logits(hf_model(path, torch.bfloat16), PROMPT) - truth).abs().mean()
+    ours = (prompt_logits(load(path, dtype="bfloat16"), PROMPT) - truth).abs().mean()
+    assert 0 < ours < 1.5 * theirs
