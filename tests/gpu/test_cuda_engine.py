@@ -15,7 +15,7 @@ from engine.model.source import resolve
 from engine.run.cuda_runner import CudaRunner
 from engine.types import FinishReason, GenerationRequest, SamplingParameters, StopCriteria
 from tests.model.tiny import write_tiny_model
-from tests.near_tie import assert_same_or_near_tie
+from tests.near_tie import BF16_GAP, assert_same_or_near_tie
 
 pytestmark = pytest.mark.gpu
 
@@ -64,22 +64,29 @@ def requests(count: int, seed: int, longest: int = 150, top: int | None = None) 
     ]
 
 
-def compare(results: list[GenerationResult], references: list[GenerationResult], least: float = 0.5) -> None:
+def compare(
+    results: list[GenerationResult], references: list[GenerationResult], least: float = 0.5, gap: float = BF16_GAP
+) -> None:
     """Near-ties may end a comparison early, but most tokens must have been compared."""
     agreed = sum(
-        assert_same_or_near_tie(result.token_ids, reference)
+        assert_same_or_near_tie(result.token_ids, reference, gap)
         for result, reference in zip(results, references, strict=True)
     )
     total = sum(len(reference.token_ids) for reference in references)
     assert agreed >= least * total, f"only {agreed} of {total} tokens could be compared"
 
 
+@pytest.mark.parametrize(("dtype", "gap", "least"), [("float16", 0.1, 0.5), ("bfloat16", 0.8, 0.1)])
 @pytest.mark.parametrize(("family", "overrides"), FAMILIES)
-def test_tokens_equal_the_cpus_up_to_near_ties(tmp_path: Path, family: str, overrides: dict[str, object]) -> None:
+def test_tokens_equal_the_cpus_up_to_near_ties(
+    tmp_path: Path, family: str, overrides: dict[str, object], dtype: str, gap: float, least: float
+) -> None:
+    """Against fp32. The weights of these models are large, so that roundings grow: fp16 keeps three bits more than bf16
+    and its gap is that much smaller."""
     path = write_tiny_model(tmp_path, family, **overrides)
-    references = engine(path, Device.CPU).generate(requests(12, 1, top=5))
-    gpu = engine(path)
-    compare(gpu.generate(requests(12, 1)), references)
+    references = engine(path, Device.CPU).generate(requests(12, 1, top=10))
+    gpu = engine(path, dtype=dtype)
+    compare(gpu.generate(requests(12, 1)), references, least, gap)
     gpu.scheduler.check_idle()
 
 
