@@ -131,7 +131,9 @@ class StreamCall:
         if stream.failed.done():
             return stream.failed.result()
         writer.result()
-        return None if self._multiplexed or self._last is None else self._last.failure
+        if self._multiplexed or self._last is None or self._last.failure is None:
+            return None
+        return self._last.failure.after_output()
 
     def _on_read_end(self, reader: asyncio.Task[None]) -> None:
         self._stream.close_input()

@@ -49,6 +49,10 @@ class Failure:
         """Whether a stream whose first start met this fails as a whole, so that the client's retry policy works."""
         return self.code in (grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.UNAVAILABLE)
 
+    def after_output(self) -> Failure:
+        """The same where output was sent already: a retry would repeat it, so gRPC must not make one."""
+        return self if self.pushback_ms is None else replace(self, pushback_ms=NEVER_RETRY)
+
     def with_usage(self, usage: Usage) -> Failure:
         return replace(self, usage=usage)
 

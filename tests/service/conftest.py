@@ -1,70 +1,14 @@
-"""A real server on loopback over a scripted engine."""
-
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from collections.abc import AsyncIterator
 
 import pytest
-from grpc import aio
 
-import service  # noqa: F401  # puts proto/ on the path
-from octavo.v1 import capacity_pb2_grpc, generation_pb2_grpc, tokenization_pb2_grpc
-from service.config import ServiceConfig
-from service.server import Server
-from tests.service.byte_tokenizer import byte_tokenizer
-from tests.service.fake_engine import FakeEngineClient
-
-WAIT_SECONDS = 10.0
-
-
-@dataclass
-class Running:
-    """A server, its engine, and a channel with stubs."""
-
-    server: Server
-    engine: FakeEngineClient
-    channel: aio.Channel
-
-    @property
-    def generation(self) -> generation_pb2_grpc.GenerationServiceAsyncStub:
-        return generation_pb2_grpc.GenerationServiceStub(self.channel)
-
-    @property
-    def tokenization(self) -> tokenization_pb2_grpc.TokenizationServiceAsyncStub:
-        return tokenization_pb2_grpc.TokenizationServiceStub(self.channel)
-
-    @property
-    def capacity(self) -> capacity_pb2_grpc.CapacityServiceAsyncStub:
-        return capacity_pb2_grpc.CapacityServiceStub(self.channel)
-
-
-@asynccontextmanager
-async def running(
-    engine: FakeEngineClient | None = None, config: ServiceConfig | None = None
-) -> AsyncIterator[Running]:
-    engine = engine or FakeEngineClient()
-    config = replace(config or ServiceConfig(drain_grace=0.0), port=0)
-    await engine.start()
-    server = Server(engine, byte_tokenizer(), config)
-    await server.start()
-    try:
-        async with aio.insecure_channel(server.address) as channel:
-            yield Running(server, engine, channel)
-    finally:
-        await server.stop()
+from tests.service.server import Running, running
 
 
 @pytest.fixture
 async def served() -> AsyncIterator[Running]:
+    """A server over a fresh scripted engine; afterwards the engine holds nothing."""
     async with running() as server:
         yield server
-
-
-async def until(condition: Callable[[], bool], seconds: float = WAIT_SECONDS) -> None:
-    """Waits for a condition; fails if it does not come true."""
-    async with asyncio.timeout(seconds):
-        while not condition():
-            await asyncio.sleep(0.005)

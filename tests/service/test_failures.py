@@ -1,0 +1,351 @@
+"""The failure table, row by row, against the real server."""
+
+from __future__ import annotations
+
+import asyncio
+
+import grpc
+import pytest
+from google.protobuf.duration_pb2 import Duration
+from grpc import aio
+
+from engine import EngineState
+from engine.types import FailureKind, RequestFailed, Usage
+from octavo.v1 import generation_pb2 as pb
+from service.status import from_engine
+from tests.service.calls import (
+    Stream,
+    error_status,
+    refusal,
+    rich_status,
+    run_bidi,
+    run_stream,
+    run_unary,
+    start,
+    start_message,
+)
+from tests.service.fake_engine import FakeEngineClient, Script
+from tests.service.server import Running, running, until
+
+TIGHT = {"max_num_seqs": 1, "max_queued_requests": 1}
+
+
+async def read_to_error(call: Any) -> tuple[list[pb.GenerationEvent], aio.AioRpcError]:
+    """The events and the error of a stream that must fail."""
+    events: list[pb.GenerationEvent] = []
+    try:
+        async with asyncio.timeout(10):
+            while (message := await call.read()) is not aio.EOF:
+                events += message.events
+    except aio.AioRpcError as error:
+        return events, error
+    raise AssertionError("the stream did not fail")
+
+
+async def bidi_error(stream: Stream) -> aio.AioRpcError:
+    return (await read_to_error(stream.call))[1]
+
+
+# --- queue full ------------------------------------------------------------------------------------------------------
+
+
+async def fill(served: Running) -> Stream:
+    """Takes all places, running and queued, on a stream of its own, with requests that never get a token."""
+    served.engine.plan = lambda _: Script(steps_before_first=10**9)
+    stream = Stream(served)
+    await stream.send(start_message(request_id="runs"))
+    await until(lambda: served.engine.stats.running_requests == 1)
+    await stream.send(start_message(request_id="waits"))
+    await until(lambda: served.engine.stats.queued_requests == 1)
+    served.engine.plan = lambda _: Script()
+    return stream
+
+
+async def test_queue_full_unary() -> None:
+    async with running(FakeEngineClient(**TIGHT)) as served:
+        stream = await fill(served)
+        status = await refusal(served, start())
+        assert status.code is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert status.reason == "QUEUE_FULL"
+        assert status.pushback_ms == round(status.retry_seconds * 1000) > 0
+        stream.call.cancel()
+
+
+async def test_queue_full_of_the_engine_has_its_own_retry_time() -> None:
+    async with running(FakeEngineClient(max_num_seqs=8, max_queued_requests=1)) as served:
+        served.engine.hold = True
+        stream = Stream(served)
+        await stream.send(start_message(request_id="hold"))
+        await until(lambda: served.engine.live_requests == 1)
+        status = await refusal(served, start())
+        assert (status.reason, status.retry_seconds, status.pushback_ms) == ("QUEUE_FULL", 0.25, 250)
+        stream.call.cancel()
+
+
+async def test_queue_full_in_prompt_tokens() -> None:
+    async with running(FakeEngineClient(max_queued_tokens=100)) as served:
+        served.engine.hold = True
+        stream = Stream(served)
+        await stream.send(start_message("x" * 60, request_id="hold"))
+        await until(lambda: served.engine.live_requests == 1)
+        assert (await refusal(served, start("x" * 41))).reason == "QUEUE_FULL"
+        served.engine.hold = False
+        stream.call.cancel()
+
+
+async def test_refused_first_start_fails_the_stream_so_that_clients_retry() -> None:
+    async with running(FakeEngineClient(**TIGHT)) as served:
+        holding = await fill(served)
+        stream = Stream(served)
+        await stream.send(start_message(request_id="a"))
+        status = error_status(await bidi_error(stream))
+        assert (status.code, status.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "QUEUE_FULL")
+        assert stream.messages == []
+        assert status.pushback_ms is not None
+        holding.call.cancel()
+
+
+async def test_refused_later_start_is_an_event() -> None:
+    async with running(FakeEngineClient(max_num_seqs=1, max_queued_requests=1)) as served:
+        stream = Stream(served)
+        served.engine.step_delay = 0.01
+        await stream.send(start_message(request_id="a"))
+        await stream.read_until_tokens("a", 1)
+        served.engine.hold = True
+        await stream.send(start_message(request_id="b"), start_message(request_id="c"))
+        await stream.read_until_ended("c")
+        status = rich_status(stream.logs["c"].failed.status)
+        assert (status.code, status.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "QUEUE_FULL")
+        assert not stream.logs["b"].ended
+        stream.call.cancel()
+
+
+async def test_first_start_refused_for_its_own_fault_is_an_event(served: Running) -> None:
+    logs = await run_bidi(served, start_message("x" * 500, request_id="a"))
+    assert rich_status(logs["a"].failed.status).reason == "PROMPT_TOO_LONG"
+
+
+async def test_grpc_retries_by_itself_until_there_is_room() -> None:
+    """With a retry policy in its channel a client never sees the refusal of a full queue."""
+    from service.client import Client, prompt_request
+
+    async with running(FakeEngineClient(**TIGHT)) as served:
+        holding = await fill(served)
+        async with Client(served.server.address) as client:
+
+            async def ask() -> str:
+                texts = [event.delta.text async for event in client.generate(prompt_request("x", max_tokens=3))]
+                return "".join(texts)
+
+            asking = asyncio.create_task(ask())
+            await until(lambda: served.server.replica.metrics.outcomes("QUEUE_FULL") >= 1)
+            holding.call.cancel()
+            assert await asyncio.wait_for(asking, 10) == "abc"
+
+
+# --- deadlines -------------------------------------------------------------------------------------------------------
+
+
+async def test_deadline_unattainable(served: Running) -> None:
+    served.engine.stats_overrides = {
+        "queued_requests": 3,
+        "queued_prompt_tokens": 1000,
+        "prefill_tokens_per_second": 100.0,
+    }
+    request = start(scheduling=pb.Scheduling(timeout=Duration(seconds=5)))
+    status = await refusal(served, request)
+    assert status.code is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert status.reason == "DEADLINE_UNATTAINABLE"
+    assert int(status.metadata["estimated_ms"]) >= 10_000
+    assert status.pushback_ms == 0
+    assert served.engine.submitted == []
+
+
+async def test_expired_in_queue(served: Running) -> None:
+    served.engine.hold = True
+    request = start(scheduling=pb.Scheduling(queue_timeout=Duration(nanos=50_000_000)))
+    status = await refusal(served, request)
+    assert (status.code, status.reason) == (grpc.StatusCode.DEADLINE_EXCEEDED, "EXPIRED_IN_QUEUE")
+    assert status.usage.completion_tokens == 0
+
+
+async def test_deadline_while_running_is_in_band_with_usage(served: Running) -> None:
+    served.engine.step_delay = 0.01
+    request = start("hi", request_id="a", scheduling=pb.Scheduling(timeout=Duration(nanos=200_000_000)))
+    logs = await run_bidi(served, pb.GenerateRequest(start=request))
+    status = rich_status(logs["a"].failed.status)
+    assert (status.code, status.reason) == (grpc.StatusCode.DEADLINE_EXCEEDED, "DEADLINE_EXCEEDED")
+    assert logs["a"].failed.usage.completion_tokens == logs["a"].token_count() > 0
+    assert logs["a"].failed.usage.prompt_tokens == 2
+
+
+async def test_rpc_deadline_reaches_the_engine(served: Running) -> None:
+    with pytest.raises(aio.AioRpcError) as error:
+        await run_unary(served, start(), timeout=0.2)
+    assert error.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    assert served.engine.submitted[0].deadline is not None
+    await until(lambda: served.engine.live_requests == 0)
+
+
+async def test_the_earlier_of_two_deadlines_wins(served: Running) -> None:
+    request = start(max_tokens=1, scheduling=pb.Scheduling(timeout=Duration(seconds=3)))
+    await run_unary(served, request, timeout=9)
+    await run_unary(served, start(max_tokens=1, scheduling=pb.Scheduling(timeout=Duration(seconds=300))), timeout=9)
+    first, second = (request.deadline for request in served.engine.submitted)
+    assert first is not None
+    assert second is not None
+    assert 4 < second - first < 8
+
+
+# --- engine ----------------------------------------------------------------------------------------------------------
+
+
+async def test_engine_error_is_the_requests_own(served: Running) -> None:
+    served.engine.step_delay = 0.005
+    served.engine.plan = lambda request: Script(fail_after=3 if request.prompt_token_ids == [33] else None)
+    logs = await run_bidi(served, start_message("!", request_id="bad"), start_message(request_id="good", max_tokens=12))
+    status = rich_status(logs["bad"].failed.status)
+    assert (status.code, status.reason) == (grpc.StatusCode.INTERNAL, "ENGINE_ERROR")
+    assert logs["bad"].failed.usage.completion_tokens == 3
+    assert logs["good"].text() == "abcdefghijkl"
+    assert (await run_stream(served, start(max_tokens=3))).text() == "abc"
+
+
+async def test_failure_of_a_stream_after_output_is_event_and_status(served: Running) -> None:
+    served.engine.plan = lambda _: Script(fail_after=3)
+    call = served.generation.GenerateStream(pb.GenerateStreamRequest(start=start()), timeout=10)
+    events, error = await read_to_error(call)
+    assert events[-1].failed.usage.completion_tokens == 3
+    status = error_status(error)
+    assert status.reason == "ENGINE_ERROR"
+    assert status.usage.completion_tokens == 3
+
+
+async def test_failure_of_a_unary_call_has_usage_in_its_details(served: Running) -> None:
+    served.engine.plan = lambda _: Script(fail_after=4)
+    status = await refusal(served, start("hi"))
+    assert (status.usage.prompt_tokens, status.usage.completion_tokens) == (2, 4)
+
+
+async def test_engine_death_fails_every_live_request(served: Running) -> None:
+    served.engine.step_delay = 0.005
+    stream = Stream(served)
+    await stream.send(start_message(request_id="a"), start_message(request_id="b"))
+    await stream.read_until_tokens("a", 2)
+    await stream.read_until_tokens("b", 2)
+    served.engine.die()
+    await stream.read_until_ended("a", "b")
+    for request_id in ("a", "b"):
+        status = rich_status(stream.logs[request_id].failed.status)
+        assert (status.code, status.reason) == (grpc.StatusCode.UNAVAILABLE, "ENGINE_DIED")
+        assert status.metadata == {"instance_id": "fake-1"}
+    assert await stream.finish() is grpc.StatusCode.OK
+
+
+async def test_engine_death_before_output_allows_a_retry(served: Running) -> None:
+    served.engine.hold = True
+    calling = asyncio.create_task(refusal(served, start()))
+    await until(lambda: served.engine.live_requests == 1)
+    served.engine.die()
+    status = await calling
+    assert (status.code, status.reason, status.pushback_ms) == (grpc.StatusCode.UNAVAILABLE, "ENGINE_DIED", 0)
+
+
+async def test_engine_death_after_output_forbids_one(served: Running) -> None:
+    served.engine.step_delay = 0.005
+    call = served.generation.GenerateStream(pb.GenerateStreamRequest(start=start()), timeout=10)
+    assert (await call.read()).events
+    served.engine.die()
+    status = error_status((await read_to_error(call))[1])
+    assert (status.reason, status.pushback_ms) == ("ENGINE_DIED", -1)
+
+
+async def test_dead_engine_refuses_new_requests(served: Running) -> None:
+    served.engine.die()
+    assert (await refusal(served, start())).reason == "ENGINE_DIED"
+
+
+async def test_starting_engine_refuses_with_a_time_to_retry(served: Running) -> None:
+    served.engine.set_state(EngineState.STARTING)
+    status = await refusal(served, start())
+    assert (status.code, status.reason) == (grpc.StatusCode.UNAVAILABLE, "ENGINE_STARTING")
+    assert status.retry_seconds > 0
+    served.engine.set_state(EngineState.READY)
+
+
+@pytest.mark.parametrize("kind", list(FailureKind))
+def test_every_engine_failure_has_a_status(kind: FailureKind) -> None:
+    event = RequestFailed("r", kind, "why", usage=Usage(prompt_tokens=1), field="sampling.n")
+    failure = from_engine(event, "instance")
+    assert failure.code is not grpc.StatusCode.UNKNOWN
+    assert failure.usage == Usage(prompt_tokens=1)
+
+
+# --- streams ---------------------------------------------------------------------------------------------------------
+
+
+async def test_duplicate_live_id_ends_the_stream(served: Running) -> None:
+    served.engine.step_delay = 0.01
+    stream = Stream(served)
+    await stream.send(start_message(request_id="a"), start_message(request_id="a"))
+    status = error_status(await bidi_error(stream))
+    assert (status.code, status.reason) == (grpc.StatusCode.ALREADY_EXISTS, "DUPLICATE_REQUEST_ID")
+    assert status.metadata == {"request_id": "a"}
+    await until(lambda: served.engine.live_requests == 0)
+
+
+async def test_id_can_be_used_again_once_its_request_ended(served: Running) -> None:
+    stream = Stream(served)
+    for _ in range(3):
+        await stream.send(start_message(request_id="a", max_tokens=2))
+        await stream.read_until_ended("a")
+        assert stream.logs.pop("a").text() == "ab"
+    assert await stream.finish() is grpc.StatusCode.OK
+
+
+async def test_same_id_on_two_streams_is_two_requests(served: Running) -> None:
+    logs = await asyncio.gather(*(run_bidi(served, start_message(request_id="a", max_tokens=3)) for _ in range(2)))
+    assert [log["a"].text() for log in logs] == ["abc", "abc"]
+    assert len({request.request_id for request in served.engine.submitted}) == 2
+
+
+async def test_empty_action_ends_the_stream(served: Running) -> None:
+    stream = Stream(served)
+    await stream.send(pb.GenerateRequest())
+    status = error_status(await bidi_error(stream))
+    assert (status.code, status.fields) == (grpc.StatusCode.INVALID_ARGUMENT, ["action"])
+
+
+async def test_garbage_bytes_end_only_their_own_call(served: Running) -> None:
+    call = served.channel.unary_unary("/octavo.v1.GenerationService/GenerateUnary")(b"\xff\xff\xff", timeout=5)
+    with pytest.raises(aio.AioRpcError) as error:
+        await call
+    assert error.value.code() is not grpc.StatusCode.OK
+    assert (await run_stream(served, start(max_tokens=3))).text() == "abc"
+
+
+async def test_message_above_the_limit_is_refused_by_the_transport() -> None:
+    from service.config import ServiceConfig
+
+    async with running(config=ServiceConfig(max_message_bytes=1 << 20)) as served:
+        with pytest.raises(aio.AioRpcError) as error:
+            await run_unary(served, start("x" * (1 << 20)))
+        assert error.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert "larger than max" in (error.value.details() or "")
+        assert (await run_stream(served, start(max_tokens=1))).text() == "a"
+
+
+async def test_fault_while_converting_is_the_requests_own(served: Running) -> None:
+    """An engine event that cannot be converted (a candidate that was never asked for) fails that request only."""
+    served.engine.step_delay = 0.005
+    stream = Stream(served)
+    await stream.send(start_message(request_id="a"), start_message(request_id="b", max_tokens=20))
+    await stream.read_until_tokens("a", 1)
+    victim = next(live for live in served.server.replica.live if live.client_id == "a")
+    assert victim.output is not None
+    victim.output.candidates.clear()
+    await stream.read_until_ended("a", "b")
+    status = rich_status(stream.logs["a"].failed.status)
+    assert (status.code, status.reason) == (grpc.StatusCode.INTERNAL, "ENGINE_ERROR")
+    assert stream.logs["b"].text() == "abcdefghijklmnopqrst"
+    assert served.engine.live_requests == 0
