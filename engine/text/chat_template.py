@@ -83,10 +83,11 @@ class ChatTemplate:
 
 
 class ControlTokens:
-    """Tells a template's special tokens from the same characters in a user's text."""
+    """Tells a template's special tokens from the same characters in a user's text. A token of one character is no
+    control token: it may be the very token that spells that character in plain text."""
 
     def __init__(self, specials: Sequence[str]) -> None:
-        self._specials = sorted(set(specials), key=len, reverse=True)
+        self._specials = sorted({token for token in specials if len(token) > 1}, key=len, reverse=True)
         alternatives = "|".join(map(re.escape, self._specials)) or r"(?!)"
         self._starts = re.compile(f"(?={alternatives})(.)", re.DOTALL)
         self._real = re.compile(alternatives)

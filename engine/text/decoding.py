@@ -89,14 +89,14 @@ def _byte_level_alphabet() -> dict[str, int]:
     return alphabet | {chr(256 + index): byte for index, byte in enumerate(others)}
 
 
-_ALPHABET = _byte_level_alphabet()
+BYTE_ALPHABET = _byte_level_alphabet()
 
 
 def token_to_bytes(token: str, rules: DecoderRules) -> bytes:
     """The bytes that `token` stands for inside a text."""
     if rules.kind is DecoderKind.BYTE_LEVEL:
         try:
-            return bytes([_ALPHABET[char] for char in token])
+            return bytes([BYTE_ALPHABET[char] for char in token])
         except KeyError:
             return token.encode()
     if rules.kind is DecoderKind.BYTE_FALLBACK and (byte := fallback_byte(token)) is not None:

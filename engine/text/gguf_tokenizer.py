@@ -128,10 +128,10 @@ def _add_post_processor(tokenizer: Tokenizer, metadata: Mapping[str, Any]) -> No
     last = metadata.get("tokenizer.ggml.eos_token_id")
     add_first = metadata.get("tokenizer.ggml.add_bos_token", starts_by_default) and first is not None
     add_last = metadata.get("tokenizer.ggml.add_eos_token", False) and last is not None
-    add_special_ends(tokenizer, first if add_first else None, last if add_last else None)
+    _add_special_ends(tokenizer, first if add_first else None, last if add_last else None)
 
 
-def add_special_ends(tokenizer: Tokenizer, first: int | None, last: int | None) -> None:
+def _add_special_ends(tokenizer: Tokenizer, first: int | None, last: int | None) -> None:
     """Makes `encode` put these ids before and after a text."""
     tokens = [(tokenizer.id_to_token(item), item) for item in (first, last) if item is not None]
     start = [] if first is None else [tokenizer.id_to_token(first)]

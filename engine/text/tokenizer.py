@@ -16,7 +16,7 @@ from engine.model.json_file import read_json
 from engine.model.source import ModelSource, SourceKind, resolve
 from engine.text.chat_template import RESERVED, ChatTemplate, ControlTokens, aliased_tokenizer_json, strip_mark
 from engine.text.decoding import decoder_rules, token_to_bytes
-from engine.text.gguf_tokenizer import add_special_ends, build_gguf_tokenizer
+from engine.text.gguf_tokenizer import build_gguf_tokenizer
 
 _NAMED = ("bos_token", "eos_token", "unk_token", "pad_token")
 
@@ -81,7 +81,6 @@ class Tokenizer:
         config = _optional_json(path / "tokenizer_config.json")
         named = _named_tokens(config, _optional_json(path / "special_tokens_map.json"))
         _add_declared_tokens(backend, config, named)
-        _apply_end_flags(backend, config, named)
         end_ids = [
             item
             for name in ("config.json", "generation_config.json")
@@ -153,13 +152,17 @@ class Tokenizer:
         """The token as the vocabulary spells it."""
         return self._backend.id_to_token(token_id)
 
+    def token_id(self, token: str) -> int | None:
+        """The id of a token as the vocabulary spells it."""
+        return self._backend.token_to_id(token)
+
     def to_json(self) -> str:
         """The whole tokenizer in the `tokenizers` library's format."""
         return self._serialised
 
     def _id_of(self, name: str) -> int | None:
         text = self._named.get(name)
-        return None if text is None else self._backend.token_to_id(text)
+        return None if text is None else self.token_id(text)
 
     def _guarded(self) -> tokenizers.Tokenizer:
         with self._lock:
@@ -218,18 +221,6 @@ def _add_declared_tokens(backend: tokenizers.Tokenizer, config: Mapping[str, Any
     known = backend.get_added_tokens_decoder()
     plain = [text for text in named.values() if (item := backend.token_to_id(text)) is not None and item not in known]
     backend.add_special_tokens([AddedToken(text, normalized=False, special=True) for text in plain])
-
-
-def _apply_end_flags(backend: tokenizers.Tokenizer, config: Mapping[str, Any], named: Mapping[str, str]) -> None:
-    """`add_bos_token` and `add_eos_token`, where given, overrule tokenizer.json."""
-    if "add_bos_token" not in config and "add_eos_token" not in config:
-        return
-    ends = []
-    for flag, name in (("add_bos_token", "bos_token"), ("add_eos_token", "eos_token")):
-        text = named.get(name)
-        ends.append(backend.token_to_id(text) if config.get(flag) and text is not None else None)
-    backend.post_processor = None
-    add_special_ends(backend, *ends)
 
 
 def _chat_template(path: Path, config: Mapping[str, Any]) -> str | None:
