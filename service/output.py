@@ -90,7 +90,7 @@ class CandidateOutput:
         while self.pieces:
             count = len(self.pieces[0].token_ids)
             # A piece larger than the whole window passes when nothing else is under way: it cannot be split.
-            if window and unacknowledged and unacknowledged + count > window:
+            if window and count and unacknowledged and unacknowledged + count > window:
                 break
             unacknowledged += count
             piece = self.pieces.popleft()

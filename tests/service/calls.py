@@ -268,6 +268,18 @@ def error_status(error: aio.AioRpcError) -> RichStatus:
     return rich
 
 
+async def read_to_error(call: Any) -> tuple[list[Any], aio.AioRpcError]:
+    """The messages and the error of a stream that must fail."""
+    messages: list[Any] = []
+    try:
+        async with asyncio.timeout(CALL_SECONDS):
+            while (message := await call.read()) is not aio.EOF:
+                messages.append(message)
+    except aio.AioRpcError as error:
+        return messages, error
+    raise AssertionError("the stream did not fail")
+
+
 async def refusal(served: Running, request: pb.StartGeneration, **options: Any) -> RichStatus:
     """The status of a unary call that must fail."""
     try:

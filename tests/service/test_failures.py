@@ -16,6 +16,7 @@ from service.status import from_engine
 from tests.service.calls import (
     Stream,
     error_status,
+    read_to_error,
     refusal,
     rich_status,
     run_bidi,
@@ -28,18 +29,6 @@ from tests.service.fake_engine import FakeEngineClient, Script
 from tests.service.server import Running, running, until
 
 TIGHT = {"max_num_seqs": 1, "max_queued_requests": 1}
-
-
-async def read_to_error(call: Any) -> tuple[list[pb.GenerationEvent], aio.AioRpcError]:
-    """The events and the error of a stream that must fail."""
-    events: list[pb.GenerationEvent] = []
-    try:
-        async with asyncio.timeout(10):
-            while (message := await call.read()) is not aio.EOF:
-                events += message.events
-    except aio.AioRpcError as error:
-        return events, error
-    raise AssertionError("the stream did not fail")
 
 
 async def bidi_error(stream: Stream) -> aio.AioRpcError:
@@ -214,8 +203,8 @@ async def test_engine_error_is_the_requests_own(served: Running) -> None:
 async def test_failure_of_a_stream_after_output_is_event_and_status(served: Running) -> None:
     served.engine.plan = lambda _: Script(fail_after=3)
     call = served.generation.GenerateStream(pb.GenerateStreamRequest(start=start()), timeout=10)
-    events, error = await read_to_error(call)
-    assert events[-1].failed.usage.completion_tokens == 3
+    messages, error = await read_to_error(call)
+    assert messages[-1].events[-1].failed.usage.completion_tokens == 3
     status = error_status(error)
     assert status.reason == "ENGINE_ERROR"
     assert status.usage.completion_tokens == 3

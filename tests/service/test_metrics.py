@@ -1,0 +1,67 @@
+"""Prometheus: what orchestrators and dashboards read."""
+
+from __future__ import annotations
+
+import asyncio
+import urllib.request
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from service.config import ServiceConfig
+from service.metrics import Histogram
+from tests.service.calls import refusal, run_stream, start
+from tests.service.fake_engine import FakeEngineClient
+from tests.service.server import Running, free_port, running
+
+
+async def scrape(served: Running) -> dict[str, float]:
+    """Sample name with its labels -> value."""
+    url = f"http://127.0.0.1:{served.server.config.metrics_port}/metrics"
+    body = await asyncio.to_thread(lambda: urllib.request.urlopen(url, timeout=5).read().decode())
+    samples = (sample for family in text_string_to_metric_families(body) for sample in family.samples)
+    return {
+        sample.name + "".join(f"{{{key}={value}}}" for key, value in sorted(sample.labels.items())): sample.value
+        for sample in samples
+    }
+
+
+async def test_scrape_of_a_replica_that_served() -> None:
+    async with running(FakeEngineClient(), ServiceConfig(drain_grace=0.0, metrics_port=free_port())) as served:
+        await run_stream(served, start("hello", max_tokens=5))
+        await refusal(served, start(""))
+        served.engine.stats_overrides = {"queued_requests": 2, "cached_blocks": 24, "cached_prompt_tokens": 7}
+        values = await scrape(served)
+        assert values["octavo_ready"] == 1
+        assert values["octavo_requests_running"] == 0
+        assert values["octavo_requests_waiting"] == 2
+        assert values["octavo_kv_blocks"] == 1024
+        assert values["octavo_kv_block_size_tokens"] == 16
+        assert values["octavo_kv_evictable_blocks"] == 24
+        assert values["octavo_cached_prompt_tokens_total"] == 7
+        assert values["octavo_generated_tokens_total"] == 5
+        assert values["octavo_requests_ended_total{outcome=finished}"] == 1
+        assert values["octavo_requests_ended_total{outcome=INVALID_PARAMETER}"] == 1
+        assert values["octavo_time_to_first_token_seconds_count"] == 1
+        assert values["octavo_inter_token_seconds_count"] == 4
+        assert values["octavo_completion_tokens_sum"] == 5
+        assert values["octavo_step_seconds_count"] >= 5
+        for name in ("octavo_preemptions_total", "octavo_integrity_errors_total", "octavo_heartbeat_age_seconds"):
+            assert name in values
+        served.engine.die()
+        assert (await scrape(served))["octavo_ready"] == 0
+
+
+async def test_metrics_end_with_the_server() -> None:
+    config = ServiceConfig(drain_grace=0.0, metrics_port=free_port())
+    for _ in range(2):  # the port is free again
+        async with running(config=config) as served:
+            assert (await scrape(served))["octavo_ready"] == 1
+
+
+def test_histogram_counts_into_cumulative_buckets() -> None:
+    histogram = Histogram("h", "help", (1, 2))
+    for value in (0.5, 1.0, 1.5, 3.0):
+        histogram.observe(value)
+    histogram.observe(2.0, times=3)
+    samples = {s.labels.get("le", s.name): s.value for s in histogram.family().samples}
+    assert samples == {"1.0": 2, "2.0": 6, "+Inf": 7, "h_count": 7, "h_sum": 12.0}

@@ -1,0 +1,193 @@
+"""Clients that do not read: bounded memory, a typed end, nobody else disturbed."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import grpc
+from grpc import aio
+
+from octavo.v1 import generation_pb2 as pb
+from service.config import ServiceConfig
+from service.stream import StreamLimits
+from tests.service.calls import (
+    Stream,
+    acknowledge_message,
+    error_status,
+    read_to_error,
+    rich_status,
+    run_bidi,
+    start,
+    start_message,
+)
+from tests.service.fake_engine import FakeEngineClient, Script
+from tests.service.server import Running, running, until
+
+# Without this option a client's window grows to megabytes, and the server never notices that nobody reads.
+UNREADING = [("grpc.http2.bdp_probe", 0), ("grpc.use_local_subchannel_pool", 1)]
+
+
+@asynccontextmanager
+async def flooding(limits: StreamLimits, tokens_per_step: int = 2000) -> AsyncIterator[tuple[Running, Running]]:
+    """A server whose engine writes a lot, and the same server seen through a channel with a small window."""
+    engine = FakeEngineClient(max_context_tokens=10**7, max_num_seqs=4)
+    engine.plan = lambda _: Script(tokens_per_step=tokens_per_step)
+    async with (
+        running(engine, ServiceConfig(drain_grace=0.0, stream=limits)) as served,
+        aio.insecure_channel(served.server.address, UNREADING) as channel,
+    ):
+        yield served, Running(served.server, engine, channel)
+
+
+async def first_output(unreading: Running, request: pb.StartGeneration) -> Stream:
+    stream = Stream(unreading)
+    await stream.send(pb.GenerateRequest(start=request))
+    assert await stream.read()
+    return stream
+
+
+async def end_of(stream: Stream) -> aio.AioRpcError:
+    return (await read_to_error(stream.call))[1]
+
+
+async def test_too_much_pending_output_aborts_the_stream_and_the_engine_first() -> None:
+    async with flooding(StreamLimits(pending_bytes=100_000, stall=600)) as (served, unreading):
+        stream = await first_output(unreading, start(request_id="a"))
+        await until(lambda: served.engine.live_requests == 0)
+        assert len(served.server.replica.streams) == 0
+        status = error_status(await end_of(stream))
+        assert (status.code, status.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "SLOW_CONSUMER")
+        assert status.pushback_ms == -1
+        assert served.engine.cancelled
+
+
+async def test_stalled_write_aborts_the_stream() -> None:
+    async with flooding(StreamLimits(pending_bytes=1 << 40, stall=0.3)) as (served, unreading):
+        stream = await first_output(unreading, start(request_id="a"))
+        await until(lambda: served.engine.live_requests == 0)
+        status = error_status(await end_of(stream))
+        assert status.reason == "SLOW_CONSUMER"
+        assert "stalled" in status.message
+
+
+async def test_single_request_stream_is_aborted_too() -> None:
+    async with flooding(StreamLimits(pending_bytes=100_000, stall=600)) as (served, unreading):
+        call = unreading.generation.GenerateStream(pb.GenerateStreamRequest(start=start()), timeout=30)
+        await call.read()
+        await until(lambda: served.engine.live_requests == 0)
+        assert len(served.server.replica.live) == 0
+        call.cancel()
+
+
+async def test_client_that_never_reads_its_status_holds_nothing() -> None:
+    async with flooding(StreamLimits(pending_bytes=100_000, stall=600)) as (served, unreading):
+        await first_output(unreading, start(request_id="a"))
+        await until(lambda: len(served.server.replica.streams) == 0)
+        assert served.engine.live_requests == 0
+        served.engine.plan = lambda _: Script()
+        logs = await run_bidi(served, start_message(request_id="b", max_tokens=3))
+        assert logs["b"].text() == "abc"
+
+
+async def test_slow_stream_leaves_others_alone() -> None:
+    async with flooding(StreamLimits(pending_bytes=200_000, stall=600), tokens_per_step=500) as (served, unreading):
+        slow = await first_output(unreading, start(request_id="slow"))
+        logs = await run_bidi(served, start_message(request_id="good", max_tokens=50_000))
+        assert logs["good"].token_count() == 50_000
+        slow.call.cancel()
+        await until(lambda: served.engine.live_requests == 0)
+
+
+async def test_reading_client_gets_all_of_a_long_output() -> None:
+    """More than the bound in total, which is for what waits, in messages below gRPC's default limit."""
+    async with flooding(StreamLimits(pending_bytes=300_000), tokens_per_step=1000) as (served, _):
+        logs = await run_bidi(served, start_message(request_id="a", max_tokens=200_000))
+        assert logs["a"].token_count() == 200_000
+
+
+# --- acknowledge window ----------------------------------------------------------------------------------------------
+
+
+def windowed(window: int, request_id: str = "a", **fields: int) -> pb.GenerateRequest:
+    output = pb.OutputOptions(token_ids=True, unacknowledged_token_window=window)
+    return start_message(request_id=request_id, output=output, **fields)
+
+
+async def test_window_bounds_what_is_sent_unacknowledged(served: Running) -> None:
+    stream = Stream(served)
+    await stream.send(windowed(4, max_tokens=10))
+    await stream.read_until_tokens("a", 4)
+    await until(lambda: served.engine.live_requests == 0)
+    await stream.send(start_message(request_id="other", max_tokens=2))
+    await stream.read_until_ended("other")
+    assert stream.logs["a"].token_count() == 4
+    await stream.send(acknowledge_message("a", 3))
+    await stream.read_until_tokens("a", 7)
+    assert stream.logs["a"].token_count() == 7
+    await stream.send(acknowledge_message("a", 2), acknowledge_message("a", 7))
+    await stream.read_until_ended("a")
+    assert stream.logs["a"].text() == "abcdefghij"
+    assert await stream.finish() is grpc.StatusCode.OK
+
+
+async def test_each_candidate_has_its_own_window(served: Running) -> None:
+    stream = Stream(served)
+    await stream.send(windowed(2, max_tokens=4, sampling=pb.SamplingParameters(n=2)))
+    await stream.read_until_tokens("a", 2)
+    await stream.read_until_tokens("a", 2, candidate=1)
+    await stream.send(acknowledge_message("a", 2, candidate=1))
+    await stream.read_until_tokens("a", 4, candidate=1)
+    assert stream.logs["a"].token_count(0) == 2
+    await stream.send(acknowledge_message("a", 2), acknowledge_message("a", 2, candidate=9))
+    await stream.read_until_ended("a")
+    assert await stream.finish() is grpc.StatusCode.OK
+
+
+async def test_piece_larger_than_the_window_passes_alone(served: Running) -> None:
+    served.engine.plan = lambda _: Script(tokens_per_step=8)
+    stream = Stream(served)
+    await stream.send(windowed(3, max_tokens=16))
+    await stream.read_until_tokens("a", 8)
+    assert stream.logs["a"].token_count() == 8
+    await stream.send(acknowledge_message("a", 8))
+    await stream.read_until_ended("a")
+    assert stream.logs["a"].token_count() == 16
+    assert await stream.finish() is grpc.StatusCode.OK
+
+
+async def test_acknowledging_more_than_was_sent_opens_no_more(served: Running) -> None:
+    stream = Stream(served)
+    await stream.send(windowed(2, max_tokens=8))
+    await stream.read_until_tokens("a", 2)
+    await stream.send(acknowledge_message("a", 1000))
+    await stream.read_until_tokens("a", 4)
+    await stream.send(start_message(request_id="other", max_tokens=2))
+    await stream.read_until_ended("other")
+    assert stream.logs["a"].token_count() == 4
+    stream.call.cancel()
+
+
+async def test_shut_window_fails_its_request_only() -> None:
+    engine = FakeEngineClient(max_context_tokens=100_000)
+    async with running(engine, ServiceConfig(drain_grace=0.0, stream=StreamLimits(stall=0.3))) as served:
+        served.engine.step_delay = 0.005
+        stream = Stream(served)
+        await stream.send(windowed(2, max_tokens=10_000), start_message(request_id="other", max_tokens=100))
+        await stream.read_until_ended("a", "other")
+        status = rich_status(stream.logs["a"].failed.status)
+        assert (status.code, status.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "SLOW_CONSUMER")
+        assert stream.logs["a"].failed.usage.completion_tokens > 2
+        assert stream.logs["other"].token_count() == 100
+        assert await stream.finish() is grpc.StatusCode.OK
+        assert engine.live_requests == 0
+
+
+async def test_output_held_by_windows_is_bounded() -> None:
+    async with flooding(StreamLimits(pending_bytes=50_000, stall=600)) as (served, _):
+        stream = Stream(served)
+        await stream.send(windowed(2))
+        status = error_status(await end_of(stream))
+        assert status.reason == "SLOW_CONSUMER"
+        assert "acknowledge" in status.message
+        await until(lambda: served.engine.live_requests == 0)
