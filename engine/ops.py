@@ -1,8 +1,9 @@
 """The runtime's ops on torch tensors: the only importer of `engine._runtime`'s ops.
 
-Shapes use T tokens of this step, S sequences, H hidden, Hq/Hkv query/KV heads, D head_dim, B blocks a row. Integer tensors
-are int32 unless said; all are on the data's device. Nothing is converted or copied silently: a wrong dtype, device or
-stride raises `_runtime.OpError`. On CUDA every op runs on torch's current stream.
+Shapes use T tokens of this step, S sequences, H hidden, Hq/Hkv query/KV heads, D head_dim, B blocks a row. Integer
+tensors are int32 unless said; all are on the data's device. Nothing is converted or copied silently: a wrong dtype,
+device or stride raises `_runtime.OpError`. On CUDA every op runs on torch's current stream; `pdl` is for chains of
+kernels, see `Launch` in cuda/include/octavo/tensor.h.
 """
 
 from __future__ import annotations
@@ -30,14 +31,29 @@ def paged_attention(
     max_query_len: int,
     scale: float,
     workspace: Tensor | None = None,
+    planned: bool = False,
+    pdl: bool = False,
 ) -> None:
     """Causal attention over the paged pool.
 
-    out, query [T, Hq, D]; kv_pool [num_blocks, layers, 2, Hkv, block_size, D]; block_tables [S, B]; query_start [S + 1];
-    context_lens [S]. workspace: uint8, CUDA only, from `paged_attention_workspace_bytes`.
+    out, query [T, Hq, D]; kv_pool [num_blocks, layers, 2, Hkv, block_size, D]; block_tables [S, B]; query_start
+    [S + 1]; context_lens [S]. CUDA only: workspace uint8, from `paged_attention_workspace_bytes`; planned:
+    `plan_attention` has run for these context_lens (decode only, that is max_query_len 1).
     """
     _runtime.paged_attention(
-        out, query, kv_pool, layer, block_tables, query_start, context_lens, max_query_len, scale, workspace, _stream(query)
+        out,
+        query,
+        kv_pool,
+        layer,
+        block_tables,
+        query_start,
+        context_lens,
+        max_query_len,
+        scale,
+        workspace,
+        _stream(query),
+        planned,
+        pdl,
     )
 
 
@@ -59,6 +75,7 @@ def write_kv(
     q_norm: Tensor | None = None,
     k_norm: Tensor | None = None,
     norm_eps: float = 0.0,
+    pdl: bool = False,
 ) -> None:
     """Bias, QK-norm, RoPE; K and V into the pool, rotated queries into `query_out`.
 
@@ -66,7 +83,19 @@ def write_kv(
     cos_sin [max_positions, rotary_dim] fp32; bias [(Hq + 2 Hkv) * D]; q_norm, k_norm [D].
     """
     _runtime.write_kv(
-        query_out, qkv, kv_pool, layer, positions, slots, cos_sin, bias, q_norm, k_norm, norm_eps, _stream(qkv)
+        query_out,
+        qkv,
+        kv_pool,
+        layer,
+        positions,
+        slots,
+        cos_sin,
+        bias,
+        q_norm,
+        k_norm,
+        norm_eps,
+        _stream(qkv),
+        pdl,
     )
 
 
@@ -75,11 +104,118 @@ def copy_blocks(kv_pool: Tensor, pairs: Tensor) -> None:
     _runtime.copy_blocks(kv_pool, pairs, _stream(kv_pool))
 
 
-def rms_norm(out: Tensor, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> None:
-    """out = RMSNorm(x) * weight; with a residual, first residual += x in place and the norm is of the sum. All [T, H]."""
-    _runtime.rms_norm(out, x, residual, weight, eps, _stream(x))
+def rms_norm(
+    out: Tensor, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None, *, pdl: bool = False
+) -> None:
+    """out = RMSNorm(x) * weight, all [T, H]; with a residual, residual += x in place and the norm is of the sum."""
+    _runtime.rms_norm(out, x, residual, weight, eps, _stream(x), pdl)
 
 
-def silu_mul(out: Tensor, gate_up: Tensor) -> None:
+def silu_mul(out: Tensor, gate_up: Tensor, *, pdl: bool = False) -> None:
     """out [T, I] = silu(gate_up[:, :I]) * gate_up[:, I:]."""
-    _runtime.silu_mul(out, gate_up, _stream(out))
+    _runtime.silu_mul(out, gate_up, _stream(out), pdl)
+
+
+def plan_attention(
+    context_lens: Tensor,
+    q_heads: int,
+    kv_heads: int,
+    head_dim: int,
+    workspace: Tensor,
+    *,
+    cut: int = 0,
+    pdl: bool = False,
+) -> None:
+    """Shares a decode batch's attention out over the GPU, for all layers of the step: run it when context_lens [S] is
+    final, then call `paged_attention(..., planned=True)` with the same workspace. cut: parts of the longest sequence,
+    0 to let the device choose."""
+    _runtime.plan_attention(context_lens, q_heads, kv_heads, head_dim, workspace, _stream(context_lens), cut, pdl)
+
+
+def embed(
+    out: Tensor,
+    table: Tensor,
+    token_ids: Tensor,
+    sources: Tensor | None = None,
+    newest: Tensor | None = None,
+    *,
+    pdl: bool = False,
+) -> None:
+    """out [T, H] = table [vocabulary, H] at token_ids [T], or at newest[sources[t]] where sources [T] is not -1."""
+    _runtime.embed(out, table, token_ids, sources, newest, _stream(table), pdl)
+
+
+def advance(
+    out: Tensor,
+    table: Tensor,
+    newest: Tensor,
+    rows: Tensor,
+    context_lens: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    block_tables: Tensor,
+    block_size: int,
+    *,
+    pdl: bool = False,
+) -> None:
+    """Every sequence a token on, with no help from the host: row s continues slot rows[s] with newest[rows[s]].
+
+    positions[s] = context_lens[s]; slots[s] (int64) is that position's place by block_tables [S, B]; context_lens[s]
+    += 1; out [S, H] gets the embeddings. rows[s] < 0: a padded row: position 0, slot 0, context length 0.
+    """
+    _runtime.advance(
+        out,
+        table,
+        newest,
+        rows,
+        context_lens,
+        positions,
+        slots,
+        block_tables,
+        block_size,
+        _stream(table),
+        pdl,
+    )
+
+
+def sample(
+    tokens: Tensor,
+    logits: Tensor,
+    *,
+    temperature: Tensor | None = None,
+    top_k: Tensor | None = None,
+    top_p: Tensor | None = None,
+    min_p: Tensor | None = None,
+    seeds: Tensor | None = None,
+    positions: Tensor | None = None,
+    newest: Tensor | None = None,
+    targets: Tensor | None = None,
+    workspace: Tensor | None = None,
+    pdl: bool = False,
+) -> None:
+    """tokens [n] of logits [n, vocabulary], each row by its own parameters; cuda/include/octavo/sample.h defines every
+    draw to the bit, the same on the CPU and the GPU. -1: a row that is not finite.
+
+    temperature, top_p, min_p [n] fp32; top_k, positions [n]; seeds, targets [n] int64. Without temperature all rows are
+    greedy. newest[targets[r]] also gets the token. workspace: uint8, CUDA only, from `sample_workspace_bytes`.
+    """
+    _runtime.sample(
+        tokens,
+        logits,
+        temperature,
+        top_k,
+        top_p,
+        min_p,
+        seeds,
+        positions,
+        newest,
+        targets,
+        workspace,
+        _stream(logits),
+        pdl,
+    )
+
+
+def sample_workspace_bytes(max_rows: int) -> int:
+    """Bytes of zeroed device workspace that serve any `sample` of up to `max_rows` rows."""
+    return _runtime.sample_workspace_bytes(max_rows)

@@ -8,13 +8,13 @@ namespace octavo::gpu {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kInFlight = 8;                          // 16-byte loads a thread
-constexpr int kStretch = kThreads * kInFlight;        // 32 KiB a thread block
-constexpr int kMaxPairsAtOnce = 65535;                // gridDim.y
+constexpr int kInFlight = 8;                    // 16-byte loads a thread
+constexpr int kStretch = kThreads * kInFlight;  // 32 KiB a thread block
+constexpr int kMaxPairsAtOnce = 65535;          // gridDim.y
 
 // blockIdx.x: a stretch of the block; blockIdx.y: the pair, in strides of gridDim.y. `pieces` of 16 bytes a block.
-__global__ void __launch_bounds__(kThreads) copy_blocks_kernel(Eight* pool, const int64_t* pairs, int num_pairs,
-                                                               int64_t pieces) {
+__global__ void __launch_bounds__(kThreads)
+    copy_blocks_kernel(Eight* pool, const int64_t* pairs, int num_pairs, int64_t pieces) {
   ptx::let_next_kernel_start();
   ptx::wait_for_previous_kernel();
   const int64_t first = static_cast<int64_t>(blockIdx.x) * kStretch + threadIdx.x;

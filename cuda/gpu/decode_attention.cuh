@@ -1,9 +1,10 @@
 // Decode attention: one query token a sequence, over the paged pool. Floor: context * 2 * kv_heads * head_dim elements.
 //
-// KV goes from global memory straight into mma fragments, past shared memory. A dot product does not care in which order
-// its terms are summed, so a lane loads 16 contiguous bytes of a key row and calls them its share of the k axis; the
-// query is read in the same order. Keys are the A operand (16 tokens), the group's queries the B operand (8 columns);
-// then values, transposed in registers, are A and the probabilities B. So all query heads of a group share each load.
+// KV goes from global memory straight into mma fragments, past shared memory. A dot product does not care in which
+// order its terms are summed, so a lane loads 16 contiguous bytes of a key row and calls them its share of the k axis;
+// the query is read in the same order. Keys are the A operand (16 tokens), the group's queries the B operand (8
+// columns); then values, transposed in registers, are A and the probabilities B. So all query heads of a group share
+// each load.
 //
 // A warp owns every n-th step of 32 tokens with its own running maximum, sum and output: no barrier in the loop. Warps
 // merge in shared memory, the blocks of a cluster through distributed shared memory (sm_90), and splits of a long
@@ -196,8 +197,8 @@ class DecodeBlock {
     if constexpr (kCluster > 1) {
       if (thread_ == 0) {
         const int mine = max(0, min(fours_a_block(), fours() - rank_ * fours_a_block()));
-        const int bytes = kCluster * (mine * static_cast<int>(sizeof(float4)) +
-                                      args_.group * static_cast<int>(sizeof(float2)));
+        const int bytes =
+            kCluster * (mine * static_cast<int>(sizeof(float4)) + args_.group * static_cast<int>(sizeof(float2)));
         ptx::expect_bytes(ptx::shared_address(&shared_.peers_done), bytes);
       }
       __syncwarp();
@@ -361,7 +362,8 @@ class DecodeBlock {
   }
 
   // Past the end of the context the pool holds anything, NaN too: scores are replaced and values zeroed.
-  __device__ __forceinline__ void mask(float (&score)[kStepBlocks][4], Fragments (&tile)[kStepBlocks], int valid) const {
+  __device__ __forceinline__ void mask(float (&score)[kStepBlocks][4], Fragments (&tile)[kStepBlocks],
+                                       int valid) const {
 #pragma unroll
     for (int u = 0; u < kStepBlocks; ++u) {
       const int left = valid - u * kBlockTokens;

@@ -22,9 +22,9 @@ constexpr size_t kTickets = 65536;
 constexpr unsigned kAll = ~0u;
 
 // Costs in steps of one multiprocessor that gets its fair share of the bus. Fitted on an H200; see cuda/bench/LOG.md.
-constexpr float kAloneRate = 2.2f;   // how much faster a multiprocessor streams when it is nearly alone
-constexpr float kImbalance = 0.1f;   // of the largest split
-constexpr float kNextRound = 3.0f;   // refilling the pipeline for a block's next split
+constexpr float kAloneRate = 2.2f;    // how much faster a multiprocessor streams when it is nearly alone
+constexpr float kImbalance = 0.1f;    // of the largest split
+constexpr float kNextRound = 3.0f;    // refilling the pipeline for a block's next split
 constexpr float kMergeSplits = 3.0f;  // the ticket and the reading back of partial results
 
 struct PlanInputs {
@@ -57,8 +57,8 @@ __device__ float estimate(int size, int splits, int64_t total, const PlanInputs&
 // One thread block. It never lets its successors start early, so whatever reads the plan finds it whole.
 __global__ void __launch_bounds__(kThreads) plan_kernel(const PlanInputs in, Split* plan) {
   extern __shared__ int seq_arrays[];
-  int* steps = seq_arrays;                 // [num_seqs]
-  int* splits = steps + in.num_seqs;       // [num_seqs]
+  int* steps = seq_arrays;            // [num_seqs]
+  int* splits = steps + in.num_seqs;  // [num_seqs]
   __shared__ int longest_of[kWarps];
   __shared__ int total_of[kWarps];
   __shared__ float cost_of[kMaxCut];
@@ -150,8 +150,8 @@ int resident_clusters(int head_dim, int warps, int cluster) {
 
 // Asking the driver takes longer than an op: remembered for each device and head_dim.
 struct Resident {
-  int blocks_of_4, blocks_of_8;   // single blocks of 4 and 8 warps
-  std::array<int, 3> clusters;    // of 8, 4 and 2 blocks; 0 where the device has no clusters
+  int blocks_of_4, blocks_of_8;  // single blocks of 4 and 8 warps
+  std::array<int, 3> clusters;   // of 8, 4 and 2 blocks; 0 where the device has no clusters
 };
 
 constexpr std::array<int, 3> kClusterSizes = {8, 4, 2};
@@ -218,9 +218,8 @@ void plan_attention(const PlanAttentionArgs& args) {
   const PlanInputs inputs{args.context_lens, args.num_seqs, args.kv_heads, grid, current_device().multiprocessors,
                           args.cut};
   const size_t shared_bytes = 2 * sizeof(int) * static_cast<size_t>(args.num_seqs);
-  launch_kernel("plan_attention", plan_kernel,
-                {.grid = dim3(1), .block = dim3(kThreads), .shared_bytes = shared_bytes}, args.launch, inputs,
-                reinterpret_cast<Split*>(static_cast<char*>(args.workspace) + layout.plan));
+  launch_kernel("plan_attention", plan_kernel, {.grid = dim3(1), .block = dim3(kThreads), .shared_bytes = shared_bytes},
+                args.launch, inputs, reinterpret_cast<Split*>(static_cast<char*>(args.workspace) + layout.plan));
 }
 
 }  // namespace octavo::gpu

@@ -7,20 +7,20 @@
 
 namespace octavo::gpu {
 
-constexpr int kBlockTokens = 16;                        // the pool's block size
-constexpr int kStepBlocks = 2;                          // KV blocks a warp holds at once
+constexpr int kBlockTokens = 16;  // the pool's block size
+constexpr int kStepBlocks = 2;    // KV blocks a warp holds at once
 constexpr int kStepTokens = kBlockTokens * kStepBlocks;
 
-// Part of one sequence's context for one KV head, in steps of kStepTokens. Parts of a pair lie next to each other in the
-// plan, so that the last one to finish finds the others' partial results.
+// Part of one sequence's context for one KV head, in steps of kStepTokens. Parts of a pair lie next to each other in
+// the plan, so that the last one to finish finds the others' partial results.
 struct alignas(16) Split {
-  int seq;      // -1: this and all that follow are empty
+  int seq;  // -1: this and all that follow are empty
   int kv_head;
-  int begin;    // first step
-  int end;      // past the last step; may equal begin
-  int length;   // tokens in the sequence's context
-  int first;    // index in the plan of the pair's first part
-  int count;    // parts of the pair
+  int begin;   // first step
+  int end;     // past the last step; may equal begin
+  int length;  // tokens in the sequence's context
+  int first;   // index in the plan of the pair's first part
+  int count;   // parts of the pair
   int unused;
 };
 

@@ -23,9 +23,9 @@ const Device& current_device() {
   check(cudaGetDevice(&id), "cudaGetDevice");
   require(id < kMaxDevices, "more than 64 GPUs");
   std::call_once(read[id], [id] {
-    devices[id] = {id, attribute(cudaDevAttrMultiProcessorCount, id),
-                   10 * attribute(cudaDevAttrComputeCapabilityMajor, id) +
-                       attribute(cudaDevAttrComputeCapabilityMinor, id)};
+    devices[id] = {
+        id, attribute(cudaDevAttrMultiProcessorCount, id),
+        10 * attribute(cudaDevAttrComputeCapabilityMajor, id) + attribute(cudaDevAttrComputeCapabilityMinor, id)};
   });
   return devices[id];
 }

@@ -1,8 +1,10 @@
 // What a build without CUDA links instead of the kernels: the same symbols, each a clear error.
 #include "octavo/copy_blocks.h"
+#include "octavo/embed.h"
 #include "octavo/error.h"
 #include "octavo/norm.h"
 #include "octavo/paged_attention.h"
+#include "octavo/sample.h"
 #include "octavo/silu_mul.h"
 #include "octavo/write_kv.h"
 
@@ -19,9 +21,14 @@ void paged_attention(const PagedAttentionArgs&) { refuse("paged_attention"); }
 size_t paged_attention_workspace_bytes(int32_t, int32_t, int32_t, int32_t) {
   refuse("paged_attention_workspace_bytes");
 }
+void plan_attention(const PlanAttentionArgs&) { refuse("plan_attention"); }
 void write_kv(const WriteKvArgs&) { refuse("write_kv"); }
 void copy_blocks(const CopyBlocksArgs&) { refuse("copy_blocks"); }
 void rms_norm(const RmsNormArgs&) { refuse("rms_norm"); }
 void silu_mul(const SiluMulArgs&) { refuse("silu_mul"); }
+void embed(const EmbedArgs&) { refuse("embed"); }
+void advance(const AdvanceArgs&) { refuse("advance"); }
+void sample(const SampleArgs&) { refuse("sample"); }
+size_t sample_workspace_bytes(int32_t) { refuse("sample_workspace_bytes"); }
 
 }  // namespace octavo::gpu

@@ -1,9 +1,10 @@
 // Prefill attention: any number of query tokens a sequence, over the paged pool with whatever prefix is already there.
 // Floor: 4 * q_heads * head_dim flops for every (query, visible key).
 //
-// A thread block takes 128 query rows of one KV head: tokens times the group's query heads, so that all heads of a group
-// share each key and value. Keys and values come in tiles of 64 tokens (four KV blocks) into shared memory, values while
-// the scores are computed, the next keys during softmax and P V. Scores and probabilities stay in registers.
+// A thread block takes 128 query rows of one KV head: tokens times the group's query heads, so that all heads of a
+// group share each key and value. Keys and values come in tiles of 64 tokens (four KV blocks) into shared memory,
+// values while the scores are computed, the next keys during softmax and P V. Scores and probabilities stay in
+// registers.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -23,7 +24,7 @@ constexpr int kPrefillRows = 128;
 template <class T, int kDim>
 struct PrefillShared {
   static constexpr int kKeys = 64;
-  static constexpr int kPitch = kDim + 8;  // an odd number of 16-byte pieces: eight rows lie in eight bank groups
+  static constexpr int kPitch = kDim + 8;     // an odd number of 16-byte pieces: eight rows lie in eight bank groups
   alignas(16) T query[kPrefillRows][kPitch];  // later the output
   alignas(16) T key[kKeys][kPitch];
   alignas(16) T value[kKeys][kPitch];
@@ -82,7 +83,7 @@ class PrefillBlock {
   static constexpr int kBlock = 16;  // tokens of a KV block
   static constexpr int kKeys = Shared::kKeys;
   static constexpr int kPitch = Shared::kPitch;
-  static constexpr int kPieces = kDim / 8;     // 16-byte pieces of a row
+  static constexpr int kPieces = kDim / 8;  // 16-byte pieces of a row
   static constexpr int kRowsAWarp = kPrefillRows / kWarps;
   static constexpr int kTilesM = kRowsAWarp / 16;
   static constexpr int kTilesATable = 32 * kBlock / kKeys;  // each lane holds one entry of the block table
@@ -169,8 +170,7 @@ class PrefillBlock {
   // score = Q K^T, unscaled. Rows g and g + 8 of each m-tile, columns 2c and 2c + 1 of each group of eight keys.
   __device__ __forceinline__ void scores(float (&score)[kTilesM][kKeys / 8][4]) const {
     // ldmatrix: lanes 0-15 address the rows, lanes 16-31 the same rows eight columns on.
-    const uint32_t query =
-        ptx::shared_address(&shared_.query[warp_ * kRowsAWarp + lane_ % 16][lane_ / 16 * 8]);
+    const uint32_t query = ptx::shared_address(&shared_.query[warp_ * kRowsAWarp + lane_ % 16][lane_ / 16 * 8]);
     // For keys: matrices are (keys 0-7, k 0-7), (keys 0-7, k 8-15), (keys 8-15, k 0-7), (keys 8-15, k 8-15).
     const uint32_t key = ptx::shared_address(&shared_.key[lane_ / 16 * 8 + lane_ % 8][lane_ / 8 % 2 * 8]);
 #pragma unroll
@@ -326,11 +326,10 @@ void PrefillKernels<kDim>::launch(DType dtype, const Prefill& args, int kv_heads
     // As many tiles as there can be; those past the last find nothing to do.
     const int64_t rows = static_cast<int64_t>(num_tokens) * args.group;
     const unsigned tiles = static_cast<unsigned>(rows / kPrefillRows + args.num_seqs);
-    launch_kernel("paged_attention", prefill_kernel<T, kDim>,
-                  {.grid = dim3(tiles, kv_heads),
-                   .block = dim3(PrefillBlock<T, kDim>::kThreads),
-                   .shared_bytes = kSharedBytes},
-                  launch, args);
+    launch_kernel(
+        "paged_attention", prefill_kernel<T, kDim>,
+        {.grid = dim3(tiles, kv_heads), .block = dim3(PrefillBlock<T, kDim>::kThreads), .shared_bytes = kSharedBytes},
+        launch, args);
   });
 }
 

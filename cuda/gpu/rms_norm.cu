@@ -1,5 +1,5 @@
-// RMSNorm, with the residual add in front of it. Floor: each element read once and written once (twice with a residual).
-// One thread block a row; the row stays in registers between the sum of squares and the scaling.
+// RMSNorm, with the residual add in front of it. Floor: each element read once and written once (twice with a
+// residual). One thread block a row; the row stays in registers between the sum of squares and the scaling.
 #include "gpu/element.cuh"
 #include "gpu/launch.cuh"
 #include "gpu/ptx.cuh"
@@ -87,9 +87,12 @@ void rms_norm(const RmsNormArgs& args) {
   const int pieces = args.hidden / 8;
   require(pieces <= kMaxThreads * kMaxPieces, "rms_norm: hidden above 32768");
   if (args.num_tokens == 0) return;
-  const NormRows rows{static_cast<Eight*>(args.out),      static_cast<const Eight*>(args.x),
-                      static_cast<Eight*>(args.residual), static_cast<const Eight*>(args.weight),
-                      args.eps,                           args.hidden};
+  const NormRows rows{static_cast<Eight*>(args.out),
+                      static_cast<const Eight*>(args.x),
+                      static_cast<Eight*>(args.residual),
+                      static_cast<const Eight*>(args.weight),
+                      args.eps,
+                      args.hidden};
   const int a_thread = pieces <= kMaxThreads ? 1 : kMaxPieces;
   const int threads = ((pieces + a_thread - 1) / a_thread + 31) / 32 * 32;
   with_element(args.dtype, [&]<class T>(T) {

@@ -125,7 +125,8 @@ __global__ void __launch_bounds__(kMaxThreads) write_kv_kernel(const __grid_cons
 
 void write_kv(const WriteKvArgs& args) {
   const KvPool& pool = args.pool;
-  require(pool.head_dim % 8 == 0 && pool.head_dim <= 8 * kLanes, "write_kv: head_dim must be a multiple of 8 up to 128");
+  require(pool.head_dim % 8 == 0 && pool.head_dim <= 8 * kLanes,
+          "write_kv: head_dim must be a multiple of 8 up to 128");
   require(args.rotary_dim % 16 == 0 && args.rotary_dim <= pool.head_dim,
           "write_kv: rotary_dim must be a multiple of 16 up to head_dim");
   require(args.qkv_stride % 8 == 0, "write_kv: the row stride of qkv must be a multiple of 8");

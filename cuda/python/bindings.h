@@ -7,5 +7,6 @@ namespace octavo::python {
 
 void init_allocator(nanobind::module_& module);
 void init_ops(nanobind::module_& module);
+void init_step_ops(nanobind::module_& module);
 
 }  // namespace octavo::python

@@ -1,0 +1,13 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from engine import _runtime
+
+
+@pytest.fixture(autouse=True)
+def gpu() -> None:
+    """These tests need an NVIDIA GPU and a build with kernels."""
+    if not (torch.cuda.is_available() and _runtime.has_cuda()):
+        pytest.skip("no NVIDIA GPU, or a build without CUDA")

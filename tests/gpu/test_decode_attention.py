@@ -1,0 +1,173 @@
+"""Decode attention at the sizes where its grids, splits and clusters differ, against float64."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from engine import ops
+from tests.gpu.paged_case import BLOCK, DEVICE, PagedCase, paged_case, relative_error
+
+pytestmark = pytest.mark.gpu
+
+MODELS = [(12, 2, 128), (16, 8, 128), (9, 3, 64), (8, 1, 80), (5, 5, 96)]
+EDGES = [1, 15, 16, 17, 31, 32, 33, 47, 48, 49, 63, 64, 65, 0, 127, 128, 129, 255, 256, 257, 511, 513, 1000, 2049, 4100]
+# bf16: probabilities and outputs are rounded to 8 bits.
+BOUND = {torch.bfloat16: 5e-3, torch.float16: 8e-4}
+
+
+def ragged(count: int, longest: int, seed: int) -> list[int]:
+    lengths = random.Random(seed)
+    return [lengths.randint(1, longest) for _ in range(count)]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("heads", MODELS, ids=str)
+def test_lengths_around_every_edge(heads: tuple[int, int, int], dtype: torch.dtype) -> None:
+    case = paged_case(EDGES, heads=heads, dtype=dtype)
+    out = case.attend(case.workspace())
+    assert relative_error(out, case.truth()) < BOUND[dtype]
+    assert not out[EDGES.index(0)].any()
+
+
+@pytest.mark.parametrize("heads", MODELS, ids=str)
+@pytest.mark.parametrize("batch", [1, 2, 5, 8, 20, 40, 70, 140])
+def test_every_grid(batch: int, heads: tuple[int, int, int]) -> None:
+    """From one cluster a pair to several rounds of single blocks; uneven lengths."""
+    case = paged_case(ragged(batch, 3000, batch), heads=heads)
+    assert relative_error(case.attend(case.workspace()), case.truth()) < BOUND[torch.bfloat16]
+
+
+@pytest.mark.parametrize("heads", MODELS[:3], ids=str)
+@pytest.mark.parametrize("batch", [1, 3, 12, 40, 100])
+@pytest.mark.parametrize("cut", [1, 2, 3, 7, 64])
+def test_every_way_of_splitting(cut: int, batch: int, heads: tuple[int, int, int]) -> None:
+    case = paged_case([9000, *ragged(batch - 1, 2500, cut)], heads=heads)
+    assert relative_error(case.attend(case.workspace(), cut=cut), case.truth()) < BOUND[torch.bfloat16]
+
+
+def test_a_workspace_serves_batches_of_every_size_in_turn() -> None:
+    """Tickets and plans of one grid must not trip over another's partial results."""
+    cases = [paged_case([6000, *ragged(batch - 1, 900, batch)], seed=batch) for batch in (1, 130, 9, 64, 2, 33)]
+    workspace = cases[1].workspace()
+    for _ in range(2):
+        for case in cases:
+            assert relative_error(case.attend(workspace, cut=0), case.truth()) < BOUND[torch.bfloat16]
+
+
+def test_the_same_bits_every_time() -> None:
+    case = paged_case([7777, *ragged(30, 3000, 0)])
+    workspace = case.workspace()
+    first = case.attend(workspace)
+    for _ in range(20):
+        assert torch.equal(case.attend(workspace), first)
+
+
+def test_planned_once_equals_planned_by_the_op() -> None:
+    case = paged_case(ragged(17, 2000, 1))
+    assert torch.equal(case.attend(case.workspace()), case.attend(case.workspace(), cut=0))
+
+
+def test_infinities_past_the_end_do_not_leak() -> None:
+    case = paged_case([5, 40, 100])
+    case.pool.nan_to_num_(nan=float("inf"))
+    assert relative_error(case.attend(case.workspace()), case.truth()) < BOUND[torch.bfloat16]
+
+
+def test_blocks_beyond_two_to_the_31_elements() -> None:
+    small = paged_case(ragged(4, 600, 3), heads=(16, 8, 128), layers=1)
+    far = 2**31 // small.pool[0].numel() + 10
+    pool = torch.empty(far + len(small.pool), *small.pool.shape[1:], dtype=small.pool.dtype, device=DEVICE)
+    pool[far:] = small.pool
+    moved = PagedCase(
+        small.query,
+        pool,
+        small.layer,
+        small.block_tables + far,
+        small.query_start,
+        small.context_lens,
+        small.contexts,
+        small.query_lens,
+    )
+    assert torch.equal(moved.attend(small.workspace()), small.attend(small.workspace()))
+
+
+@pytest.mark.parametrize("heads", [(12, 2, 128), (16, 8, 128), (9, 3, 64)], ids=str)
+@pytest.mark.parametrize("batch", [1, 8, 40, 90])
+def test_a_chain_with_programmatic_launches_gives_the_same_bits(batch: int, heads: tuple[int, int, int]) -> None:
+    """Layer after layer in one graph, each layer's input made of the previous one's output, so that a kernel that did
+    not wait would read stale numbers. New K and V rows start as NaN."""
+    plain, chained = (DecodeChain(batch, heads, pdl) for pdl in (False, True))
+    assert torch.equal(plain.run(), chained.run())
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        chained.step()
+    for _ in range(10):
+        chained.reset()
+        graph.replay()
+        assert torch.equal(chained.hidden, plain.hidden)
+        assert torch.equal(chained.case.pool.nan_to_num(), plain.case.pool.nan_to_num())
+
+
+class DecodeChain:
+    """rms_norm -> write_kv -> paged_attention over all layers of a pool, on a random qkv row for a projection."""
+
+    LAYERS = 6
+
+    def __init__(self, batch: int, heads: tuple[int, int, int], pdl: bool) -> None:
+        self.pdl = pdl
+        self.heads = heads
+        q_heads, kv_heads, head_dim = heads
+        self.case = paged_case(ragged(batch, 1500, batch), heads=heads, layers=self.LAYERS, seed=1)
+        self.case.pool.nan_to_num_(nan=0.25)
+        generator = torch.Generator(device=DEVICE).manual_seed(5)
+        width = (q_heads + 2 * kv_heads) * head_dim
+        self.start = torch.randn(batch, width, generator=generator, device=DEVICE).bfloat16()
+        self.hidden = self.start.clone()
+        self.normed = torch.empty_like(self.start)
+        self.query = torch.empty_like(self.case.query)
+        self.out = torch.empty_like(self.case.query)
+        self.weight = torch.ones(width, dtype=torch.bfloat16, device=DEVICE)
+        angles = torch.rand(2000, head_dim // 2, generator=generator, device=DEVICE)
+        self.cos_sin = torch.cat([angles.cos(), angles.sin()], dim=1)
+        self.positions = self.case.context_lens - 1
+        blocks = self.case.block_tables.gather(1, (self.positions // BLOCK).long()[:, None])[:, 0]
+        self.slots = blocks.long() * BLOCK + self.positions % BLOCK
+        self.workspace = self.case.workspace()
+        self.reset()
+
+    def reset(self) -> None:
+        self.hidden.copy_(self.start)
+        self.case.pool[self.slots // BLOCK, :, :, :, self.slots % BLOCK] = torch.nan
+        torch.cuda.synchronize()
+
+    def run(self) -> torch.Tensor:
+        self.reset()
+        self.step()
+        torch.cuda.synchronize()
+        return self.hidden
+
+    def step(self) -> None:
+        q_heads, kv_heads, head_dim = self.heads
+        case, pdl = self.case, self.pdl
+        ops.plan_attention(case.context_lens, q_heads, kv_heads, head_dim, self.workspace)
+        for layer in range(self.LAYERS):
+            ops.rms_norm(self.normed, self.hidden, self.weight, 1e-6, pdl=pdl)
+            ops.write_kv(self.query, self.normed, case.pool, layer, self.positions, self.slots, self.cos_sin, pdl=pdl)
+            ops.paged_attention(
+                self.out,
+                self.query,
+                case.pool,
+                layer,
+                case.block_tables,
+                case.query_start,
+                case.context_lens,
+                max_query_len=1,
+                scale=case.scale,
+                workspace=self.workspace,
+                planned=True,
+                pdl=pdl,
+            )
+            self.hidden[:, : q_heads * head_dim] += self.out.flatten(1)

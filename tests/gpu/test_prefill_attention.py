@@ -1,0 +1,62 @@
+"""Prefill attention over cached prefixes, ragged, at lengths around its tiles, against float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.gpu.paged_case import paged_case, relative_error
+
+pytestmark = pytest.mark.gpu
+
+MODELS = [(12, 2, 128), (16, 8, 128), (9, 3, 64), (8, 1, 80), (5, 5, 96), (7, 1, 128)]
+BOUND = {torch.bfloat16: 5e-3, torch.float16: 8e-4}
+# (context, queries): no prefix, a prefix, decode rows, an empty sequence, tile edges.
+PAIRS = [
+    (1, 1),
+    (64, 64),
+    (65, 65),
+    (63, 63),
+    (128, 1),
+    (500, 500),
+    (1000, 129),
+    (0, 0),
+    (777, 300),
+    (2049, 17),
+    (16, 2),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("heads", MODELS, ids=str)
+def test_ragged_with_cached_prefixes(heads: tuple[int, int, int], dtype: torch.dtype) -> None:
+    contexts, queries = (list(column) for column in zip(*PAIRS, strict=True))
+    case = paged_case(contexts, queries, heads=heads, dtype=dtype)
+    assert relative_error(case.attend(case.workspace()), case.truth()) < BOUND[dtype]
+
+
+def test_many_sequences() -> None:
+    """More than a warp's worth of sequences: the search for a block's rows takes several rounds."""
+    contexts = [20 + 3 * index % 150 for index in range(100)]
+    queries = [1 + index % 20 for index in range(100)]
+    case = paged_case(contexts, queries, heads=(4, 2, 64))
+    assert relative_error(case.attend(case.workspace()), case.truth()) < BOUND[torch.bfloat16]
+
+
+def test_prefill_equals_decode_for_one_token() -> None:
+    """The last row of a chunk against the decode kernel: two kernels, one truth."""
+    decode = paged_case([1234, 77, 16])
+    chunk = paged_case([1234, 77, 16], [2, 2, 2])
+    chunk.pool.copy_(decode.pool)
+    chunk.block_tables.copy_(decode.block_tables)
+    chunk.query[1::2] = decode.query
+    last = chunk.attend(chunk.workspace())[1::2]
+    assert relative_error(last, decode.attend(decode.workspace()).double()) < BOUND[torch.bfloat16]
+
+
+def test_one_long_prompt() -> None:
+    case = paged_case([3000], [3000])
+    out, truth = case.attend(case.workspace()), case.truth()
+    assert relative_error(out, truth) < BOUND[torch.bfloat16]
+    rows = (out.double() - truth).flatten(1).norm(dim=1) / truth.flatten(1).norm(dim=1)
+    assert float(rows.max()) < 3 * BOUND[torch.bfloat16]
