@@ -160,6 +160,12 @@ def _number(key: str, value: Any) -> float:
     return float(value)
 
 
+def _positive(key: str, value: Any) -> float:
+    if _number(key, value) <= 0:
+        raise ConfigurationError(f"{key} must be above 0, not {value!r}")
+    return float(value)
+
+
 def _family_of(config: Config) -> Family:
     names = config.get("architectures") or []
     by_architecture = {family.architecture: family for family in FAMILIES.values()}
@@ -243,8 +249,10 @@ def _rope_from_config(view: _View, head_dim: int, max_positions: int) -> RopeSpe
         raise ConfigurationError(f"unknown rope type {kind!r}; supported: {', '.join(ROPE_KINDS)}")
     partial = parameters.get("partial_rotary_factor", view.get("partial_rotary_factor", 1.0))
     theta = parameters.get("rope_theta")
-    theta = view.number("rope_theta") if theta is None else _number("rope_theta", theta)
+    theta = _positive("rope_theta", view.number("rope_theta") if theta is None else theta)
     rotary_dim = int(head_dim * _number("partial_rotary_factor", partial))
+    if not 0 < rotary_dim <= head_dim or rotary_dim % 2:
+        raise ConfigurationError(f"partial_rotary_factor {partial} of head_dim {head_dim} rotates {rotary_dim}")
     if kind == "default":
         return RopeSpec(theta, rotary_dim)
     return _scaled_rope(kind, theta, rotary_dim, parameters, view, max_positions)
@@ -254,7 +262,7 @@ def _scaled_rope(
     kind: str, theta: float, rotary_dim: int, parameters: Config, view: _View, max_positions: int
 ) -> RopeSpec:
     original = view.get("original_max_position_embeddings") or parameters.get("original_max_position_embeddings")
-    original = int(_number("original_max_position_embeddings", original or max_positions))
+    original = int(_positive("original_max_position_embeddings", original or max_positions))
 
     def number(key: str, default: float | None = None) -> float:
         value = parameters.get(key)
@@ -262,7 +270,7 @@ def _scaled_rope(
             raise ConfigurationError(f"rope type {kind} needs {key}")
         return _number(key, default if value is None else value)
 
-    factor = number("factor", max_positions / original if kind == "yarn" else None)
+    factor = _positive("factor", number("factor", max_positions / original if kind == "yarn" else None))
     attention_factor = parameters.get("attention_factor")
     return RopeSpec(
         theta=theta,
@@ -350,10 +358,10 @@ def _rope_from_gguf(view: _View, file: GgufFile, head_dim: int, max_positions: i
         divisors = tuple(factors.blocks.reshape(-1).view("<f4").tolist())
     attention_factor = view.get("rope.scaling.attn_factor")
     return RopeSpec(
-        theta=view.number("rope.freq_base"),
+        theta=_positive("rope.freq_base", view.number("rope.freq_base")),
         rotary_dim=view.positive("rope.dimension_count", head_dim),
         kind=kind,
-        factor=1.0 if kind == "default" else _number("rope.scaling.factor", view.get("rope.scaling.factor")),
+        factor=1.0 if kind == "default" else _positive("rope.scaling.factor", view.get("rope.scaling.factor")),
         original_max_positions=int(view.get("rope.scaling.original_context_length", max_positions)),
         attention_factor=None if attention_factor is None else _number("rope.scaling.attn_factor", attention_factor),
         divisors=divisors,

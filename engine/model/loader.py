@@ -49,6 +49,7 @@ def load_model(config: EngineConfig, device: torch.device, report: Callable[[str
     spec, tensors = _open(source, config)
     max_model_len = context_length(spec, config.max_model_len)
     dtype = resolve_dtype(config.dtype, device)
+    check_device(spec, device, dtype, config.block_size)
     weights = assemble(spec, tensors, device, dtype, _tenths(report))
     decoder = Decoder(
         spec,
@@ -93,6 +94,26 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
     if name not in _DTYPES:
         raise ConfigurationError(f"unknown dtype {name!r}; auto, {', '.join(_DTYPES)} are known")
     return _DTYPES[name]
+
+
+def check_device(spec: ModelSpec, device: torch.device, dtype: torch.dtype, block_size: int) -> None:
+    """Refuses what the device's kernels were not made for."""
+    group = spec.q_heads // spec.kv_heads
+    if device.type == "cuda":
+        limits = {
+            f"head_dim {spec.head_dim} (64, 80, 96 and 128 are)": spec.head_dim in (64, 80, 96, 128),
+            f"{group} query heads a KV head (up to 8 are)": group <= 8,
+            f"block_size {block_size} (16 is)": block_size == 16,
+            "dtype float32 (bfloat16 and float16 are)": dtype != torch.float32,
+        }
+    else:
+        limits = {
+            f"head_dim {spec.head_dim} (multiples of 8 are)": spec.head_dim % 8 == 0,
+            "dtype float16 (float32 and bfloat16 are)": dtype != torch.float16,
+        }
+    for limit, kept in limits.items():
+        if not kept:
+            raise ConfigurationError(f"not supported on {device.type}: {limit}")
 
 
 def context_length(spec: ModelSpec, asked: int | None) -> int:

@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from engine.errors import ConfigurationError
 from engine.model.families import spec_from_config, spec_from_directory
-from engine.model.loader import context_length
+from engine.model.loader import check_device, context_length
 from engine.model.source import DEMO_NAME, SourceKind, resolve
 from engine.model.spec import ModelSpec
 from tests.model.tiny import tiny_config
@@ -56,6 +57,10 @@ def test_absent_keys_mean_what_transformers_makes_of_them(family: str) -> None:
         ({"rms_norm_eps": "1e-6"}, "rms_norm_eps must be a finite number"),
         ({"tie_word_embeddings": "yes"}, "tie_word_embeddings must be true or false"),
         ({"torch_dtype": "int8"}, "dtype 'int8'"),
+        ({"rope_theta": 0}, "rope_theta must be above 0"),
+        ({"rope_scaling": {"type": "linear", "factor": 0}}, "factor must be above 0"),
+        ({"partial_rotary_factor": 1.5}, "partial_rotary_factor 1.5 of head_dim 16 rotates 24"),
+        ({"partial_rotary_factor": 0.2}, "rotates 3"),
         ({"rope_parameters": {"full_attention": {}, "sliding_attention": {}}}, "differ by layer type"),
     ],
 )
@@ -103,6 +108,31 @@ def test_context_length() -> None:
     for asked in (0, 129):
         with pytest.raises(ConfigurationError, match=rf"max_model_len {asked} is not in 1\.\.128"):
             context_length(spec(), asked)
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "block_size", "changes", "cause"),
+    [
+        ("cpu", torch.float16, 16, {}, "not supported on cpu: dtype float16"),
+        ("cpu", torch.float32, 16, {"hidden_size": 48}, "not supported on cpu: head_dim 12"),
+        ("cuda", torch.bfloat16, 16, {}, "not supported on cuda: head_dim 16"),
+        ("cuda", torch.float32, 16, {"head_dim": 64}, "not supported on cuda: dtype float32"),
+        ("cuda", torch.bfloat16, 8, {"head_dim": 64}, "not supported on cuda: block_size 8"),
+        ("cuda", torch.bfloat16, 16, {"head_dim": 64, "num_attention_heads": 18}, "9 query heads a KV head"),
+        ("cpu", torch.bfloat16, 4, {}, None),
+        ("cuda", torch.float16, 16, {"head_dim": 128}, None),
+    ],
+)
+def test_what_a_device_cannot_do_is_refused(
+    device: str, dtype: torch.dtype, block_size: int, changes: dict[str, Any], cause: str | None
+) -> None:
+    # Qwen3 has a head_dim of its own.
+    model = spec(**{"architectures": ["Qwen3ForCausalLM"], "head_dim": None, **changes})
+    if cause is None:
+        check_device(model, torch.device(device), dtype, block_size)
+        return
+    with pytest.raises(ConfigurationError, match=cause):
+        check_device(model, torch.device(device), dtype, block_size)
 
 
 @pytest.mark.parametrize(
