@@ -29,6 +29,14 @@ class LoadFormat(enum.StrEnum):
     DUMMY = "dummy"  # random weights from config.json alone
 
 
+class PreemptionMode(enum.StrEnum):
+    """How a preempted sequence gives up its blocks: copied to host memory, dropped and computed again, or by cost."""
+
+    AUTO = "auto"
+    SWAP = "swap"
+    RECOMPUTE = "recompute"
+
+
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """model: "demo", a Hugging Face directory or a .gguf file. dtype: "auto" (fp32 on CPU, bf16 on CUDA), "float32",
     "bfloat16", "float16". kv_cache_tokens None: derived (CUDA: what `gpu_memory_utilization` leaves; CPU: enough for
@@ -46,7 +54,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     kv_cache_tokens: int | None = None
     gpu_memory_utilization: float = 0.9
     swap_space_gib: float = 0.0
-    enable_prefix_caching: bool = False
+    preemption_mode: PreemptionMode = PreemptionMode.AUTO
+    enable_prefix_caching: bool = True
     allocator: AllocatorKind = AllocatorKind.NATIVE
     max_queued_requests: int = 1024
     max_queued_tokens: int = 1_048_576

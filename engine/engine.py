@@ -13,11 +13,16 @@ from engine.config import Device, EngineConfig
 from engine.errors import ConfigurationError, EngineError
 from engine.kv.allocator import make_allocator
 from engine.kv.block_table import BlockTables
+from engine.kv.prefix_index import PrefixIndex
+from engine.kv.swap import SwapSpace
 from engine.loop import Runner, StepLoop
 from engine.model.loader import load_model
+from engine.run.block_moves import BlockMover
 from engine.run.cuda_runner import GRAPH_BYTES, CudaRunner, profile_largest_step
 from engine.run.kv_pool import allocate_pool, cpu_pool_blocks, cuda_pool_blocks
 from engine.run.runner import EagerRunner
+from engine.schedule.preemption import PreemptionCost
+from engine.schedule.residency import Residency
 from engine.schedule.scheduler import Scheduler, SchedulerLimits
 from engine.types import (
     CandidateFinish,
@@ -35,6 +40,8 @@ from engine.types import (
 )
 
 ProgressCallback = Callable[[str], None]
+
+_WATERMARK_SHARE = 100  # one block in so many stays free when admitting beside running sequences
 
 
 @dataclass(slots=True)
@@ -92,9 +99,12 @@ class Engine:
             max_context_tokens=max_context,
             max_queued_requests=config.max_queued_requests,
             max_queued_tokens=config.max_queued_tokens,
+            watermark_blocks=num_blocks // _WATERMARK_SHARE,
         )
-        scheduler = Scheduler(tables, limits, frozenset(self.model.eos_token_ids))
-        self.loop = StepLoop(scheduler, self._runner(pool, tables, report))
+        mover = BlockMover(pool, int(config.swap_space_gib * 2**30) // pool[0].nbytes)
+        residency = self._residency(tables, mover, pool[0].nbytes)
+        scheduler = Scheduler(residency, limits, frozenset(model.eos_token_ids))
+        self.loop = StepLoop(scheduler, self._runner(pool, tables, mover, report))
         self.info = self._info(device, limits, num_blocks)
 
     def _pool_blocks(self, device: torch.device, report: ProgressCallback) -> int:
@@ -112,11 +122,22 @@ class Engine:
             graph_bytes=0 if config.enforce_eager else GRAPH_BYTES,
         )
 
-    def _runner(self, pool: torch.Tensor, tables: BlockTables, report: ProgressCallback) -> Runner:
+    def _residency(self, tables: BlockTables, mover: BlockMover, block_bytes: int) -> Residency:
+        config = self.config
+        swap_blocks = mover.num_host_blocks
+        cost = PreemptionCost(config.preemption_mode, block_bytes, mover.measure_rate())
+        return Residency(
+            tables,
+            PrefixIndex(tables.allocator, config.block_size) if config.enable_prefix_caching else None,
+            SwapSpace(make_allocator(config.allocator, swap_blocks)) if swap_blocks else None,
+            cost,
+        )
+
+    def _runner(self, pool: torch.Tensor, tables: BlockTables, mover: BlockMover, report: ProgressCallback) -> Runner:
         decoder, vocab_size = self.model.decoder, self.model.sampled_vocab_size
         if not pool.is_cuda:
-            return EagerRunner(decoder, pool, tables, vocab_size)
-        runner = CudaRunner(decoder, pool, tables, vocab_size, use_graphs=not self.config.enforce_eager)
+            return EagerRunner(decoder, pool, tables, vocab_size, mover)
+        runner = CudaRunner(decoder, pool, tables, vocab_size, mover, use_graphs=not self.config.enforce_eager)
         report(f"capturing {runner.num_graphs} decode graphs")
         runner.capture()
         return runner

@@ -78,6 +78,7 @@ class StepLoop:
             free_blocks=allocator.num_free,
             cached_blocks=allocator.num_cached,
             live_blocks=allocator.num_live,
+            swapped_blocks=scheduler.residency.swap.num_used if scheduler.residency.swap else 0,
             prompt_tokens=counters.prompt_tokens,
             cached_prompt_tokens=counters.cached_prompt_tokens,
             generated_tokens=counters.generated_tokens,
@@ -105,5 +106,6 @@ class StepLoop:
         rate = (prefill or len(plan.scheduled)) / max(seconds, 1e-9)
         if prefill:
             self._prefill_rate += (rate - self._prefill_rate) * (_RATE_SMOOTHING if self._prefill_rate else 1.0)
+            self.scheduler.residency.cost.prefill_rate = self._prefill_rate
         else:
             self._decode_rate += (rate - self._decode_rate) * (_RATE_SMOOTHING if self._decode_rate else 1.0)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from engine.config import AllocatorKind, EngineConfig, LoadFormat
+from engine.config import AllocatorKind, EngineConfig, LoadFormat, PreemptionMode
 from engine.engine import Engine
 from engine.errors import ConfigurationError, EngineError
 from engine.types import FailureKind, GenerationRequest, SamplingParameters, StopCriteria
@@ -76,6 +76,35 @@ def test_thirty_requests_with_preemption_equal_each_alone(tiny: Path, sampling: 
     for item, result in zip(requests, together, strict=True):
         assert result.token_ids == alone.generate([item])[0].token_ids
         assert len(result.token_ids) == item.stop.max_tokens
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"swap_space_gib": 0.001, "preemption_mode": PreemptionMode.SWAP},
+        {"swap_space_gib": 0.001},
+        {"preemption_mode": PreemptionMode.RECOMPUTE},
+        {"enable_prefix_caching": False},
+        {"swap_space_gib": 0.001, "preemption_mode": PreemptionMode.SWAP, "enable_prefix_caching": False},
+    ],
+)
+def test_shared_prefixes_and_swap_do_not_change_tokens(tiny: Path, options: dict[str, object]) -> None:
+    generator = random.Random(5)
+    prefixes = [[generator.randrange(3, 500) for _ in range(length)] for length in (8, 13, 24)]
+    requests = [
+        request(str(index), [*prefixes[index % 3], *range(3, 3 + index % 5)], 12 + index % 9) for index in range(24)
+    ]
+    alone = engine(tiny, enable_prefix_caching=False)
+    expected = [alone.generate([item])[0].token_ids for item in requests]
+    small = engine(tiny, kv_cache_tokens=120, allocator=AllocatorKind.CHECKED, **options)
+    for _ in range(2):
+        assert [result.token_ids for result in small.generate(requests)] == expected
+        small.scheduler.check_idle()
+    assert small.stats.preemptions > 0
+    if options.get("preemption_mode") is PreemptionMode.SWAP:
+        assert small.scheduler.counters.swaps == small.stats.preemptions
+    if options.get("enable_prefix_caching", True):
+        assert small.stats.cached_prompt_tokens > 0
 
 
 @pytest.mark.parametrize("budget", [1, 3, 16, 64])

@@ -15,6 +15,7 @@ from engine import ops
 from engine.kv.block_table import BlockTables
 from engine.kv.oracle import OracleBlockAllocator
 from engine.model.decoder import Decoder
+from engine.run.block_moves import BlockMover
 from engine.run.inputs import HOST_TOKEN, Int32Array, StepArrays, decode_arrays, prefill_arrays
 from engine.run.kv_pool import allocate_pool
 from engine.run.runner import DeviceBatch, FinishedStep, upload
@@ -69,6 +70,7 @@ class CudaRunner:
         kv_pool: Tensor,
         tables: BlockTables,
         vocab_size: int,
+        mover: BlockMover,
         *,
         use_graphs: bool = True,
     ) -> None:
@@ -76,6 +78,7 @@ class CudaRunner:
         self._kv_pool = kv_pool
         self._tables = tables
         self._vocab_size = vocab_size
+        self._mover = mover
         slots, width = tables.rows.shape
         device = kv_pool.device
         spec = decoder.spec
@@ -127,6 +130,9 @@ class CudaRunner:
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> FinishedStep | DeviceStep:
+        self._mover.apply(plan.moves)
+        if not plan.scheduled:
+            return FinishedStep(StepOutcome([], []))
         decode_only = all(entry.count == 1 and entry.samples for entry in plan.scheduled)
         bucket = next((size for size in self._buckets if size >= len(plan.scheduled)), None)
         if decode_only and bucket is not None:
@@ -186,7 +192,7 @@ def profile_largest_step(decoder: Decoder, block_size: int) -> None:
     width = -(-decoder.max_positions // block_size)
     tables = BlockTables(OracleBlockAllocator(1), decoder.max_logits, width, block_size)
     pool = allocate_pool(spec, 1, block_size, decoder.dtype, decoder.device)
-    runner = CudaRunner(decoder, pool, tables, spec.vocab_size, use_graphs=False)
+    runner = CudaRunner(decoder, pool, tables, spec.vocab_size, BlockMover(pool, 0), use_graphs=False)
     runner.run_arrays(_scratch_prefill(decoder.max_tokens, tables))
 
 

@@ -9,6 +9,7 @@ import torch
 from engine.kv.block_table import BlockTables
 from engine.model.batch import ForwardBatch
 from engine.model.decoder import Decoder
+from engine.run.block_moves import BlockMover
 from engine.run.inputs import StepArrays, prefill_arrays
 from engine.run.sampler import sample
 from engine.run.staging import Array, DeviceStaging, HostStaging
@@ -30,15 +31,21 @@ class EagerRunner:
 
     lookahead = False
 
-    def __init__(self, decoder: Decoder, kv_pool: torch.Tensor, tables: BlockTables, vocab_size: int) -> None:
+    def __init__(
+        self, decoder: Decoder, kv_pool: torch.Tensor, tables: BlockTables, vocab_size: int, mover: BlockMover
+    ) -> None:
         self._decoder = decoder
         self._kv_pool = kv_pool
         self._tables = tables
         self._vocab_size = vocab_size
         self._staging = HostStaging()
+        self._mover = mover
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> FinishedStep:
+        self._mover.apply(plan.moves)
+        if not plan.scheduled:
+            return FinishedStep(StepOutcome([], []))
         step = upload(prefill_arrays(plan, self._tables), self._staging, self._kv_pool)
         hidden = self._decoder.forward(step.batch)
         sampling = plan.sampling

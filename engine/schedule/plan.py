@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from engine.schedule.sequence import Sequence
 from engine.types import TokenLogprob
 
+Pairs = list[tuple[int, int]]
+
 
 @dataclass(frozen=True, slots=True)
 class ScheduledSequence:
@@ -20,12 +22,28 @@ class ScheduledSequence:
     samples: bool
 
 
+@dataclass(slots=True)
+class BlockMoves:
+    """Copies of whole blocks that a step makes before it computes, in this order: `out` (device block, host block),
+    `back` (host block, device block), `copies` (device block, device block). A block that is a destination here may
+    have been a source or another sequence's a moment ago, so the order is part of the plan."""
+
+    out: Pairs = field(default_factory=list)
+    back: Pairs = field(default_factory=list)
+    copies: Pairs = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.out or self.back or self.copies)
+
+
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """`scheduled` lists decodes (count 1) before prefill chunks, so a decode-only step is a plain batch."""
+    """`scheduled` lists decodes (count 1) before prefill chunks, so a decode-only step is a plain batch. It may be
+    empty where a step only moves blocks."""
 
     step: int
     scheduled: tuple[ScheduledSequence, ...]
+    moves: BlockMoves = field(default_factory=BlockMoves)
 
     @property
     def num_tokens(self) -> int:

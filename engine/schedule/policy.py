@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 from engine.schedule.sequence import Sequence
 
-Key = tuple[int, int, int]
+Key = tuple[float, int, int]
 
 
 class Policy(Protocol):
@@ -20,4 +21,16 @@ class FirstComeFirstServed:
     """By arrival, then candidate. A preempted sequence keeps its place."""
 
     def key(self, sequence: Sequence) -> Key:
-        return (0, sequence.group.order, sequence.candidate)
+        return (0.0, sequence.group.order, sequence.candidate)
+
+
+@dataclass(frozen=True)
+class PriorityWithAgeing:
+    """A step of priority is worth `ageing_seconds` of waiting: a request of higher priority overtakes those that came
+    at most so much earlier, and nobody is overtaken for ever. Equal priorities are first come, first served."""
+
+    ageing_seconds: float = 10.0
+
+    def key(self, sequence: Sequence) -> Key:
+        group = sequence.group
+        return (group.arrival - self.ageing_seconds * group.request.priority, group.order, sequence.candidate)

@@ -13,10 +13,10 @@ import secrets
 from dataclasses import dataclass
 
 from engine.errors import EngineError
-from engine.kv.block_table import BlockTables
 from engine.schedule.plan import ScheduledSequence, StepOutcome, StepPlan
-from engine.schedule.policy import FirstComeFirstServed, Policy
-from engine.schedule.sequence import NO_SLOT, Phase, RequestGroup, Sequence
+from engine.schedule.policy import Policy, PriorityWithAgeing
+from engine.schedule.residency import Residency
+from engine.schedule.sequence import Phase, RequestGroup, Sequence
 from engine.types import (
     Admitted,
     CandidateFinish,
@@ -29,6 +29,9 @@ from engine.types import (
     TokenLogprob,
     TokensGenerated,
 )
+
+_MAX_SKIPS = 32  # a sequence that blocks cannot be found for is overtaken at most so often
+_SKIP_WINDOW = 8  # and by one of the next so many only
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,24 +57,27 @@ class Counters:
     computed_tokens: int = 0
     generated_tokens: int = 0
     preemptions: int = 0
+    swaps: int = 0
     finished_requests: int = 0
 
 
 class Scheduler:
     def __init__(
         self,
-        tables: BlockTables,
+        residency: Residency,
         limits: SchedulerLimits,
         eos_token_ids: frozenset[int] = frozenset(),
         policy: Policy | None = None,
     ) -> None:
+        tables = residency.tables
         if limits.max_context_tokens > tables.allocator.num_blocks * tables.block_size:
             raise ValueError("max_context_tokens must not exceed the pool")
+        self.residency = residency
         self.tables = tables
         self.limits = limits
         self.counters = Counters()
         self._eos_token_ids = eos_token_ids
-        self._policy: Policy = policy or FirstComeFirstServed()
+        self._policy: Policy = policy or PriorityWithAgeing()
         self._groups: dict[str, RequestGroup] = {}
         self._waiting: list[Sequence] = []
         self._running: list[Sequence] = []
@@ -151,10 +157,12 @@ class Scheduler:
     def plan(self, now: float) -> StepPlan | None:
         """The next step, or None if nothing can run now. Marks its tokens as computed and its samples as pending."""
         self._expire(now)
+        self.residency.begin_plan()
         entries, preempted = self._schedule_running()
         if not preempted:
             entries += self._admit(self.limits.max_batched_tokens - sum(entry.count for entry in entries), now)
-        if not entries:
+        moves = self.residency.end_plan()
+        if not entries and not moves:
             return None
         for entry in entries:
             entry.sequence.num_computed += entry.count
@@ -162,7 +170,7 @@ class Scheduler:
         entries.sort(key=lambda entry: entry.count > 1)
         self._steps += 1
         self.counters.computed_tokens += sum(entry.count for entry in entries)
-        return StepPlan(self._steps, tuple(entries))
+        return StepPlan(self._steps, tuple(entries), moves)
 
     def commit(self, plan: StepPlan, outcome: StepOutcome, now: float) -> None:
         """Takes a step's sampled tokens into their sequences. Tokens of sequences that ended meanwhile are dropped."""
@@ -175,6 +183,7 @@ class Scheduler:
             if failure is not None:
                 self.fail(sequence.group.request_id, FailureKind.ENGINE_ERROR, failure)
             else:
+                self.residency.publish(sequence, entry.start + entry.count)
                 self._append(sequence, outcome.token_ids[index], outcome.logprobs[index], now)
 
     # -- figures -------------------------------------------------------------------------------------------------------
@@ -196,16 +205,10 @@ class Scheduler:
         return self._queued_prompt_tokens
 
     def check_idle(self) -> None:
-        """Raises EngineError unless no work means no block held: live = 0 and free + cached = total."""
-        allocator = self.tables.allocator
-        allocator.check()
+        """Raises EngineError unless there is no work and nothing is held for any."""
         if self.has_work or self._waiting or self._running:
             raise EngineError("check_idle with live requests")
-        held = allocator.num_live
-        if held or allocator.num_free + allocator.num_cached != allocator.num_blocks:
-            raise EngineError(f"{held} blocks are held by no request")
-        if self.tables.num_free_slots != len(self.tables.lengths) or self.tables.lengths.any():
-            raise EngineError("a slot is held by no request")
+        self.residency.check_idle()
         if self._queued_prompt_tokens:
             raise EngineError(f"{self._queued_prompt_tokens} queued prompt tokens with an empty queue")
 
@@ -289,9 +292,7 @@ class Scheduler:
         preempted = False
         while True:
             entries = self._wanted()
-            served = self.tables.grow(
-                [entry.slot for entry in entries], [entry.start + entry.count for entry in entries]
-            )
+            served = self.residency.grow(entries)
             if served == len(entries):
                 return entries, preempted
             self._preempt(self._running[-1])
@@ -315,44 +316,58 @@ class Scheduler:
         return ScheduledSequence(sequence, sequence.slot, start, count, start + count == sequence.num_tokens)
 
     def _preempt(self, sequence: Sequence) -> None:
-        """Gives back slot and blocks; the tokens stay and are recomputed when its turn comes again."""
+        """Gives back slot and blocks; the tokens stay, and its turn comes again before any later sequence's."""
         self._running.remove(sequence)
-        self._release(sequence)
-        sequence.num_computed = 0
+        self.counters.swaps += self.residency.preempt(sequence)
         sequence.preemptions += 1
         sequence.phase = Phase.WAITING
         self.counters.preemptions += 1
         self._enqueue(sequence)
 
     def _admit(self, budget: int, now: float) -> list[ScheduledSequence]:
+        """Waiting sequences in order while budget, slots and blocks last. Behind one that finds no blocks, a few
+        smaller ones may go first, a bounded number of times; nobody overtakes a preempted one."""
         entries: list[ScheduledSequence] = []
-        while self._waiting and budget > 0 and self._may_admit(self._waiting[0]):
-            sequence = self._waiting[0]
-            self._dequeue(sequence)
-            sequence.slot = self.tables.acquire_slot()
-            sequence.phase = Phase.RUNNING
-            bisect.insort(self._running, sequence, key=self._policy.key)
-            if self.tables.grow([sequence.slot], [sequence.num_tokens]) != 1:
-                raise EngineError("admission counted blocks that are not there")
-            if sequence.group.first_scheduled is None:
-                sequence.group.first_scheduled = now
-            entry = self._entry(sequence, min(sequence.num_tokens, budget))
-            budget -= entry.count
-            entries.append(entry)
+        blocked: Sequence | None = None
+        window = _SKIP_WINDOW
+        for sequence in self._waiting[: _SKIP_WINDOW + self.limits.max_num_seqs]:
+            if budget <= 0 or window <= 0 or len(self._running) >= self.limits.max_batched_tokens:
+                break
+            if sequence.num_pending or self._waits_for_sibling(sequence):
+                continue
+            alone = not self._running
+            if self.residency.claim(sequence, alone=alone, watermark=self.limits.watermark_blocks):
+                entries.append(self._start(sequence, budget, now))
+                budget -= entries[-1].count
+                if blocked is not None:
+                    blocked.skips += 1
+            elif blocked is None:
+                blocked = sequence
+            if blocked is not None:
+                window = 0 if blocked.preemptions or blocked.skips >= _MAX_SKIPS else window - 1
         return entries
 
-    def _may_admit(self, sequence: Sequence) -> bool:
-        """A slot and blocks for all tokens so far and one more. Alone, a sequence needs no room beyond its own
-        tokens."""
-        if sequence.num_pending or not self.tables.num_free_slots:
-            return False
-        if not self._running:
-            return True
-        if len(self._running) >= self.limits.max_batched_tokens:
-            return False
-        allocator = self.tables.allocator
-        needed = self.tables.blocks_for(sequence.num_tokens + 1) + self.limits.watermark_blocks
-        return allocator.num_free + allocator.num_cached >= needed
+    def _waits_for_sibling(self, sequence: Sequence) -> bool:
+        """The first candidate computes the prompt, the others then share its blocks."""
+        first = sequence.group.sequences[0]
+        return (
+            sequence is not first
+            and not sequence.num_generated
+            and first.phase is not Phase.FINISHED
+            and first.num_computed < sequence.num_prompt
+            and not first.preemptions
+        )
+
+    def _start(self, sequence: Sequence, budget: int, now: float) -> ScheduledSequence:
+        group = sequence.group
+        self._dequeue(sequence)
+        sequence.phase = Phase.RUNNING
+        bisect.insort(self._running, sequence, key=self._policy.key)
+        if group.first_scheduled is None:
+            group.first_scheduled = now
+            group.cached_prompt_tokens = min(sequence.num_computed, sequence.num_prompt)
+            self.counters.cached_prompt_tokens += group.cached_prompt_tokens
+        return self._entry(sequence, min(sequence.num_uncomputed, budget))
 
     # -- outcomes ------------------------------------------------------------------------------------------------------
 
@@ -392,15 +407,11 @@ class Scheduler:
     def _end(self, sequence: Sequence, finish: CandidateFinish) -> None:
         if sequence.phase is Phase.RUNNING:
             self._running.remove(sequence)
-            self._release(sequence)
         elif sequence.phase is Phase.WAITING:
             self._dequeue(sequence)
+        self.residency.release(sequence)
         sequence.phase = Phase.FINISHED
         sequence.finish = finish
-
-    def _release(self, sequence: Sequence) -> None:
-        self.tables.release_slot(sequence.slot)
-        sequence.slot = NO_SLOT
 
     def _finish_group_if_done(self, group: RequestGroup, now: float) -> None:
         if group.done:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
+from engine.kv.prefix_index import Chain
 from engine.types import CandidateFinish, GenerationRequest, Timing, Usage
 
 NO_SLOT = -1
@@ -35,6 +36,9 @@ class Sequence:
     num_computed: int = 0
     num_pending: int = 0
     preemptions: int = 0
+    skips: int = 0  # how often a later sequence was admitted before this one for want of blocks
+    swapped_blocks: list[int] = field(default_factory=list)  # host blocks that hold the first `num_computed` tokens
+    chain: Chain | None = None  # how far its blocks are published in the prefix cache; None: not at all, ever
     finish: CandidateFinish | None = None
 
     @property

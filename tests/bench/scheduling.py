@@ -9,6 +9,7 @@ from engine.config import AllocatorKind
 from engine.kv.allocator import make_allocator
 from engine.kv.block_table import BlockTables
 from engine.schedule.plan import StepOutcome
+from engine.schedule.residency import Residency
 from engine.schedule.scheduler import Scheduler, SchedulerLimits
 from engine.types import GenerationRequest, StopCriteria
 
@@ -19,7 +20,7 @@ STEPS = 200
 def measure() -> dict[str, float]:
     """Microseconds of plan + commit + events, median over steps."""
     tables = BlockTables(make_allocator(AllocatorKind.NATIVE, 40_000), SEQUENCES, 256, 16)
-    scheduler = Scheduler(tables, SchedulerLimits(SEQUENCES, 8192, 4096, 1000, 10**7))
+    scheduler = Scheduler(Residency(tables), SchedulerLimits(SEQUENCES, 8192, 4096, 1000, 10**7))
     for index in range(SEQUENCES):
         scheduler.submit(GenerationRequest(str(index), [1] * 30, stop=StopCriteria(max_tokens=1000)), 0.0)
     times = []

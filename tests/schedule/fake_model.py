@@ -6,11 +6,16 @@ import zlib
 
 import numpy as np
 
-from engine.config import AllocatorKind
+from engine.config import AllocatorKind, PreemptionMode
 from engine.kv.allocator import make_allocator
 from engine.kv.block_table import BlockTables
+from engine.kv.prefix_index import HashFunction, PrefixIndex, hash64
+from engine.kv.swap import SwapSpace
 from engine.loop import StepLoop
 from engine.schedule.plan import StepOutcome, StepPlan
+from engine.schedule.policy import Policy
+from engine.schedule.preemption import PreemptionCost
+from engine.schedule.residency import Residency
 from engine.schedule.scheduler import Scheduler, SchedulerLimits
 from engine.types import Event, GenerationRequest, RequestFinished, StopCriteria, TokensGenerated
 
@@ -39,10 +44,25 @@ class FakeRunner:
         self.plans: list[StepPlan] = []
         self._tables = tables
         self._cells: dict[tuple[int, int], int] = {}
+        self._host: dict[tuple[int, int], int] = {}
         self._last_token: dict[int, int] = {}
+
+    def _move(self, plan: StepPlan) -> None:
+        moves = plan.moves
+        for pairs, source, target in (
+            (moves.out, self._cells, self._host),
+            (moves.back, self._host, self._cells),
+            (moves.copies, self._cells, self._cells),
+        ):
+            for from_block, to_block in pairs:
+                for offset in range(self._tables.block_size):
+                    target.pop((to_block, offset), None)
+                    if (from_block, offset) in source:
+                        target[to_block, offset] = source[from_block, offset]
 
     def launch(self, plan: StepPlan) -> FakePending:
         self.plans.append(plan)
+        self._move(plan)
         tokens = []
         for entry in plan.scheduled:
             row = self._tables.rows[entry.slot]
@@ -73,12 +93,23 @@ def make_loop(
     eos: frozenset[int] = frozenset(),
     max_queued_requests: int = 1000,
     max_queued_tokens: int = 10**6,
+    prefix_caching: bool = False,
+    swap_blocks: int = 0,
+    mode: PreemptionMode = PreemptionMode.AUTO,
+    policy: Policy | None = None,
+    hash_function: HashFunction = hash64,
 ) -> StepLoop:
     allocator = make_allocator(kind, num_blocks)
     limit = num_blocks * block_size if max_context is None else max_context
     tables = BlockTables(allocator, max_num_seqs, -(-limit // block_size), block_size)
     limits = SchedulerLimits(max_num_seqs, max_batched_tokens, limit, max_queued_requests, max_queued_tokens)
-    return StepLoop(Scheduler(tables, limits, eos), FakeRunner(tables, lookahead))
+    residency = Residency(
+        tables,
+        PrefixIndex(allocator, block_size, hash_function) if prefix_caching else None,
+        SwapSpace(make_allocator(kind, swap_blocks)) if swap_blocks else None,
+        PreemptionCost(mode),
+    )
+    return StepLoop(Scheduler(residency, limits, eos, policy), FakeRunner(tables, lookahead))
 
 
 def request(name: str, prompt: list[int], max_tokens: int | None = 8, **fields: object) -> GenerationRequest:

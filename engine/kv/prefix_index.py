@@ -1,0 +1,110 @@
+"""Finds blocks whose K and V an earlier request computed for the same tokens.
+
+A block's key is a hash over its parent's key and its own tokens, starting from the salt, so equal keys mean equal
+prefixes; since hashes may collide, a hit counts only if the stored tokens, salt and parent are equal too. A colliding
+block or another salt's can therefore never be taken. The allocator keeps the map from key to block and evicts; this
+index keeps what verifies a hit, one entry a block, so it never outgrows the pool.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+
+import numpy as np
+
+from engine.kv.allocator import BlockAllocator
+
+HashFunction = Callable[[bytes], int]
+
+_ROOT_SERIAL = 0
+
+
+def hash64(data: bytes) -> int:
+    return int.from_bytes(blake2b(data, digest_size=8).digest(), "little")
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """What a published block holds. `serial` is new with every publication: a child names its parent's, so a child of
+    an evicted block cannot be reached through another block that has the same key."""
+
+    key: int
+    serial: int
+    parent_serial: int
+    tokens: bytes
+    salt: str
+
+
+@dataclass(slots=True)
+class Chain:
+    """How far a sequence's blocks are published, and the block the next one continues. `broken`: its key was taken by
+    other tokens, so nothing behind it can be found."""
+
+    salt: str
+    blocks: int = 0
+    key: int = 0
+    serial: int = _ROOT_SERIAL
+    broken: bool = False
+
+
+class PrefixIndex:
+    def __init__(self, allocator: BlockAllocator, block_size: int, hash_function: HashFunction = hash64) -> None:
+        self._allocator = allocator
+        self._block_size = block_size
+        self._hash = hash_function
+        self._entries: list[_Entry | None] = [None] * (allocator.num_blocks + 1)
+        self._serials = _ROOT_SERIAL
+
+    def start(self, salt: str) -> Chain:
+        """An empty chain. The salt's length is part of what is hashed, so no salt can imitate another's tokens."""
+        encoded = salt.encode()
+        return Chain(salt, key=self._hash(len(encoded).to_bytes(8, "little") + encoded))
+
+    def match(self, token_ids: Sequence[int], salt: str) -> tuple[list[int], Chain]:
+        """The longest run of blocks, from the first, that hold these tokens. Counts are not changed: retain before
+        anything is allocated."""
+        chain, blocks = self.start(salt), []
+        for index in range(len(token_ids) // self._block_size):
+            tokens = self._tokens(token_ids, index)
+            key = self._key(chain, tokens)
+            block = self._allocator.find(key)
+            entry = self._entries[block] if block > 0 else None
+            if entry is None or not self._same(entry, key, chain, tokens):
+                break
+            blocks.append(block)
+            chain.blocks, chain.key, chain.serial = index + 1, key, entry.serial
+        return blocks, chain
+
+    def publish(self, chain: Chain, token_ids: Sequence[int], blocks: Sequence[int]) -> None:
+        """Makes findable the blocks behind the chain's end, `blocks[i]` holding the i-th block of `token_ids`, and
+        moves the chain on. Only for blocks that are computed and never written again."""
+        while chain.blocks < len(blocks) and not chain.broken:
+            tokens = self._tokens(token_ids, chain.blocks)
+            key = self._key(chain, tokens)
+            block = blocks[chain.blocks]
+            holder = self._allocator.publish(block, key)
+            if holder == block:
+                self._serials += 1
+                self._entries[block] = _Entry(key, self._serials, chain.serial, tokens, chain.salt)
+            entry = self._entries[holder]
+            if entry is None or not self._same(entry, key, chain, tokens):
+                chain.broken = True
+                return
+            chain.blocks, chain.key, chain.serial = chain.blocks + 1, key, entry.serial
+
+    def _tokens(self, token_ids: Sequence[int], index: int) -> bytes:
+        begin = index * self._block_size
+        return np.asarray(token_ids[begin : begin + self._block_size], dtype=np.int32).tobytes()
+
+    def _key(self, chain: Chain, tokens: bytes) -> int:
+        return self._hash(chain.key.to_bytes(8, "little") + tokens)
+
+    def _same(self, entry: _Entry, key: int, chain: Chain, tokens: bytes) -> bool:
+        return (
+            entry.key == key
+            and entry.parent_serial == chain.serial
+            and entry.tokens == tokens
+            and entry.salt == chain.salt
+        )

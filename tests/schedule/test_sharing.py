@@ -1,0 +1,241 @@
+"""Prefix cache, copy-on-write, swap, priorities: whatever is shared or moved, the tokens are those of a run alone."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.config import AllocatorKind, PreemptionMode
+from engine.loop import StepLoop
+from engine.schedule.policy import PriorityWithAgeing
+from engine.types import Event, GenerationRequest, SamplingParameters, StopCriteria, TokensGenerated
+from tests.schedule.fake_model import expected, finished, make_loop, request, run_to_end, tokens_of
+
+
+def run(loop: StepLoop, *requests: GenerationRequest) -> list[Event]:
+    for item in requests:
+        loop.scheduler.submit(item, 0.0)
+    events = run_to_end(loop)
+    loop.scheduler.check_idle()
+    return events
+
+
+def cached(events: list[Event], name: str) -> int:
+    return finished(events, name)[0].usage.cached_prompt_tokens
+
+
+@pytest.mark.parametrize("length", [4, 5, 7, 8, 9, 12])
+def test_a_repeated_prompt_computes_at_least_its_last_token(length: int) -> None:
+    loop = make_loop(num_blocks=20, prefix_caching=True)
+    prompt = list(range(100, 100 + length))
+    for round_, hit in enumerate((0, length - length % 4, length - length % 4)):
+        events = run(loop, request(str(round_), prompt, 6))
+        assert tokens_of(events, str(round_)) == expected(prompt, 6)
+        assert cached(events, str(round_)) == min(hit, length - 1)
+
+
+def test_a_conversation_finds_its_own_answers() -> None:
+    """Blocks filled by output tokens are shared too."""
+    loop = make_loop(num_blocks=30, prefix_caching=True)
+    prompt = list(range(10))
+    answer = tokens_of(run(loop, request("1", prompt, 9)), "1")
+    longer = [*prompt, *answer, 7, 8]
+    events = run(loop, request("2", longer, 4))
+    assert tokens_of(events, "2") == expected(longer, 4)
+    assert cached(events, "2") == 16  # 18 of the 19 earlier tokens have K and V: four whole blocks
+
+
+def test_salts_never_share_and_bypass_neither_reads_nor_writes() -> None:
+    loop = make_loop(num_blocks=30, prefix_caching=True)
+    prompt = list(range(12))
+    run(loop, request("a", prompt, 1, cache_salt="tenant"))
+    assert cached(run(loop, request("b", prompt, 1)), "b") == 0
+    assert cached(run(loop, request("c", prompt, 1, cache_salt="tenants")), "c") == 0
+    assert cached(run(loop, request("d", prompt, 1, cache_salt="tenant")), "d") == 11
+    assert cached(run(loop, request("e", prompt, 1, cache_salt="tenant", cache_bypass=True)), "e") == 0
+    loop = make_loop(num_blocks=30, prefix_caching=True)
+    run(loop, request("a", prompt, 1, cache_bypass=True))
+    assert cached(run(loop, request("b", prompt, 1)), "b") == 0
+
+
+@pytest.mark.parametrize("bits", [0, 1, 2])
+def test_colliding_hashes_never_give_wrong_tokens(bits: int) -> None:
+    """With a hash of so few bits nearly everything collides; the tokens are compared, so the answers stay right."""
+    loop = make_loop(
+        num_blocks=30, prefix_caching=True, hash_function=lambda data: sum(data) % (1 << bits), max_num_seqs=3
+    )
+    prompts = [[index % 3, *range(index, index + 11)] for index in range(8)]
+    for round_ in range(3):
+        names = [f"{round_}.{index}" for index in range(8)]
+        events = run(loop, *(request(name, prompt, 5) for name, prompt in zip(names, prompts, strict=True)))
+        for name, prompt in zip(names, prompts, strict=True):
+            assert tokens_of(events, name) == expected(prompt, 5)
+
+
+def test_full_churn_leaves_no_phantom_hits() -> None:
+    loop = make_loop(num_blocks=10, prefix_caching=True)
+    first = list(range(16))
+    run(loop, request("a", first, 2))
+    for index in range(6):
+        run(loop, request(f"x{index}", [500 + index] * 20, 2))
+    events = run(loop, request("b", first, 2))
+    assert cached(events, "b") == 0
+    assert tokens_of(events, "b") == expected(first, 2)
+
+
+def test_two_that_compute_the_same_prefix_at_once_keep_their_own_blocks() -> None:
+    loop = make_loop(num_blocks=30, prefix_caching=True, kind=AllocatorKind.CHECKED)
+    prompt = list(range(13))
+    events = run(loop, request("a", prompt, 8), request("b", prompt, 8))
+    assert tokens_of(events, "a") == tokens_of(events, "b") == expected(prompt, 8)
+    assert cached(run(loop, request("c", prompt, 8)), "c") == 12
+
+
+@pytest.mark.parametrize("lookahead", [False, True])
+@pytest.mark.parametrize("caching", [False, True])
+@pytest.mark.parametrize("length", [1, 3, 4, 5, 8, 9])
+def test_candidates_share_the_prompts_blocks(length: int, caching: bool, lookahead: bool) -> None:
+    loop = make_loop(num_blocks=40, prefix_caching=caching, lookahead=lookahead, kind=AllocatorKind.CHECKED)
+    prompt = list(range(40, 40 + length))
+    item = request("a", prompt, 9, sampling=SamplingParameters(n=4))
+    events = run(loop, item)
+    for candidate in range(4):
+        assert tokens_of(events, "a", candidate) == expected(prompt, 9)
+    computed = loop.scheduler.counters.computed_tokens
+    # The prompt once, its last token once more for each other candidate, then the outputs.
+    assert computed <= length + 3 + 4 * 8 + (4 if lookahead else 0)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    groups=st.lists(
+        st.tuples(st.integers(0, 2), st.integers(1, 25), st.integers(1, 15), st.integers(1, 3)), min_size=1, max_size=10
+    ),
+    num_blocks=st.integers(12, 26),
+    swap_blocks=st.sampled_from([0, 1, 7, 40]),
+    mode=st.sampled_from(list(PreemptionMode)),
+    budget=st.integers(1, 40),
+    seqs=st.integers(1, 6),
+    caching=st.booleans(),
+    lookahead=st.booleans(),
+    bits=st.sampled_from([2, 64]),
+)
+def test_company_sharing_and_moves_do_not_matter(
+    groups: list[tuple[int, int, int, int]],
+    num_blocks: int,
+    swap_blocks: int,
+    mode: PreemptionMode,
+    budget: int,
+    seqs: int,
+    caching: bool,
+    lookahead: bool,
+    bits: int,
+) -> None:
+    loop = make_loop(
+        num_blocks=num_blocks,
+        swap_blocks=swap_blocks,
+        mode=mode,
+        max_batched_tokens=budget,
+        max_num_seqs=seqs,
+        prefix_caching=caching,
+        lookahead=lookahead,
+        kind=AllocatorKind.CHECKED,
+        hash_function=lambda data: hash(data) % (1 << bits),
+    )
+    requests = [
+        (str(index), [family * 7 + position for position in range(length)], count, candidates)
+        for index, (family, length, count, candidates) in enumerate(groups)
+    ]
+    events = run(
+        loop,
+        *(request(name, prompt, count, sampling=SamplingParameters(n=n)) for name, prompt, count, n in requests),
+    )
+    for name, prompt, count, candidates in requests:
+        for candidate in range(candidates):
+            assert tokens_of(events, name, candidate) == expected(prompt, count)
+
+
+@pytest.mark.parametrize("lookahead", [False, True])
+@pytest.mark.parametrize("swap_blocks", [0, 1, 6, 7, 100])
+def test_swap_falls_back_to_recompute_and_ends_empty(swap_blocks: int, lookahead: bool) -> None:
+    """No space, one block, about enough, plenty: every request gets its tokens, the host pool is empty after."""
+    loop = make_loop(
+        num_blocks=12, swap_blocks=swap_blocks, mode=PreemptionMode.SWAP, max_batched_tokens=64, lookahead=lookahead
+    )
+    prompts = [[index * 50 + position for position in range(8)] for index in range(4)]
+    events = run(loop, *(request(str(index), prompt, 24) for index, prompt in enumerate(prompts)))
+    for index, prompt in enumerate(prompts):
+        assert tokens_of(events, str(index)) == expected(prompt, 24)
+    counters = loop.scheduler.counters
+    assert counters.preemptions > 0
+    if swap_blocks == 0:
+        assert counters.swaps == 0
+    if swap_blocks == 100:
+        assert counters.swaps == counters.preemptions
+        assert counters.computed_tokens <= 4 * 31 + counters.preemptions + 4  # nothing is computed twice
+
+
+def test_cancelled_while_swapped_out_frees_the_host_blocks() -> None:
+    loop = make_loop(num_blocks=12, swap_blocks=50, mode=PreemptionMode.SWAP, max_batched_tokens=64)
+    for index in range(4):
+        loop.scheduler.submit(request(str(index), [index * 50 + position for position in range(8)], 24), 0.0)
+    swap = loop.scheduler.residency.swap
+    assert swap is not None
+    while not swap.num_used:
+        loop.step()
+    swapped = [
+        sequence.group.request_id for sequence in loop.scheduler._waiting if sequence.swapped_blocks
+    ]  # no public way tells who is swapped
+    assert swapped
+    for name in swapped:
+        loop.scheduler.cancel(name, 0.0)
+    assert swap.num_used == 0
+    run_to_end(loop)
+    loop.scheduler.check_idle()
+
+
+def test_higher_priority_goes_first_and_waiting_outweighs_it_in_the_end() -> None:
+    loop = make_loop(num_blocks=20, max_num_seqs=1, policy=PriorityWithAgeing(ageing_seconds=10.0))
+
+    def submit(name: str, priority: int, now: float) -> None:
+        item = GenerationRequest(name, [1, 2, 3], stop=StopCriteria(max_tokens=2), priority=priority)
+        loop.scheduler.submit(item, now)
+
+    submit("low", 0, 0.0)
+    submit("high", 1, 1.0)
+    submit("low, late", 0, 2.0)
+    submit("high, much later", 1, 13.0)
+    order = [e.request_id for e in run_to_end(loop) if isinstance(e, TokensGenerated)][::2]
+    assert order == ["high", "low", "low, late", "high, much later"]
+
+
+def test_small_requests_pass_a_blocked_one_a_bounded_number_of_times() -> None:
+    """A huge request waits for blocks beside a long-running one: small ones behind it go on, but not for ever."""
+    loop = make_loop(num_blocks=20, max_num_seqs=4, max_batched_tokens=64)
+    loop.scheduler.submit(request("running", [1] * 8, 60), 0.0)
+    loop.step()
+    loop.scheduler.submit(request("huge", [2] * 70, 2), 0.0)
+    for index in range(60):
+        loop.scheduler.submit(request(f"small{index}", [3, index], 2), 0.0)
+    events = run_to_end(loop)
+    finish_order = [e.request_id for e in events if isinstance(e, TokensGenerated) and e.finish]
+    passed = finish_order.index("huge") - finish_order.count("running")
+    assert 0 < passed <= 40
+    assert finish_order[-1] != "huge"
+    loop.scheduler.check_idle()
+
+
+def test_mode_auto_weighs_copying_against_computing() -> None:
+    def swaps(transfer_rate: float, prefill_rate: float) -> tuple[int, int]:
+        loop = make_loop(num_blocks=12, swap_blocks=100, max_batched_tokens=64)
+        cost = loop.scheduler.residency.cost
+        cost.block_bytes, cost.transfer_rate = 1000, transfer_rate
+        loop._measure = lambda plan, seconds: setattr(cost, "prefill_rate", prefill_rate)  # type: ignore[method-assign]
+        run(loop, *(request(str(i), [i * 50 + position for position in range(8)], 24) for i in range(4)))
+        return loop.scheduler.counters.swaps, loop.scheduler.counters.preemptions
+
+    swapped, preempted = swaps(transfer_rate=1e9, prefill_rate=1e3)
+    assert swapped == preempted > 0
+    swapped, preempted = swaps(transfer_rate=1e3, prefill_rate=1e9)
+    assert swapped == 0 < preempted
