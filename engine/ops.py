@@ -219,3 +219,12 @@ def sample(
 def sample_workspace_bytes(max_rows: int) -> int:
     """Bytes of zeroed device workspace that serve any `sample` of up to `max_rows` rows."""
     return _runtime.sample_workspace_bytes(max_rows)
+
+
+def linear(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None, *, block_type: str = "") -> None:
+    """out [T, N] = x [T, K] W^T + bias [N], on the CPU. A row depends on its row of x alone, to the bit.
+
+    weight [N, K] in fp32 or bf16, or uint8 [N, bytes of a row] in the GGUF block format `block_type` ("Q4_0", "Q4_1",
+    "Q8_0"), whose weights are multiplied by as they are stored.
+    """
+    _runtime.linear(out, x, weight, bias, block_type)

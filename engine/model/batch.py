@@ -32,3 +32,5 @@ class ForwardBatch:
     workspace: torch.Tensor | None = None
     num_decodes: int = 0
     prefill_start: torch.Tensor | None = None
+    sources: torch.Tensor | None = None
+    newest: torch.Tensor | None = None

@@ -105,7 +105,10 @@ class Decoder:
             raise ValueError(f"{tokens} tokens and {wanted} scored rows exceed {self.max_tokens} and {self.max_logits}")
         buffers, weights, eps = self._buffers, self.weights, self.spec.norm_eps
         residual, normed = buffers.residual[:tokens], buffers.normed[:tokens]
-        torch.index_select(weights.embedding, 0, batch.token_ids, out=residual)
+        decodes = tokens if batch.max_query_len == 1 else batch.num_decodes
+        if self.device.type == "cuda" and decodes:
+            self._plan_attention(batch, decodes)
+        ops.embed(residual, weights.embedding, batch.token_ids, batch.sources, batch.newest)
         ops.rms_norm(normed, residual, self._first_norm, eps)
         for index, layer in enumerate(weights.layers):
             projected = self._attention(index, layer, normed, batch)
@@ -154,6 +157,13 @@ class Decoder:
         self._attend(index, attended.view(tokens, spec.q_heads, spec.head_dim), query, batch)
         return layer.o(attended, buffers.projected[:tokens])
 
+    def _plan_attention(self, batch: ForwardBatch, decodes: int) -> None:
+        """Once a step: every layer's decode attention is shared out over the GPU in the same way."""
+        if batch.workspace is None:
+            raise ValueError("decode attention on CUDA needs a workspace")
+        spec = self.spec
+        ops.plan_attention(batch.context_lens[:decodes], spec.q_heads, spec.kv_heads, spec.head_dim, batch.workspace)
+
     def _attend(self, index: int, out: Tensor, query: Tensor, batch: ForwardBatch) -> None:
         """One call, or two for a mixed step on CUDA, whose decodes and chunks have kernels of their own."""
 
@@ -169,6 +179,7 @@ class Decoder:
                 max_query_len=max_query_len,
                 scale=self._scale,
                 workspace=batch.workspace,
+                planned=out.is_cuda and max_query_len == 1,
             )
 
         decodes = batch.num_decodes

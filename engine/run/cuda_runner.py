@@ -1,6 +1,6 @@
 """Runs plans on a CUDA device. Decode steps replay a captured graph; steps with a prefill chunk run eagerly.
 
-Sampled tokens stay on the device: a step reads the newest token of each sequence from `last_tokens`, by slot, so the
+Sampled tokens stay on the device: a step reads the newest token of each sequence from `newest`, by slot, so the
 next step can be launched before the host knows what this one sampled.
 """
 
@@ -19,14 +19,14 @@ from engine.run.block_moves import BlockMover
 from engine.run.inputs import HOST_TOKEN, Int32Array, StepArrays, decode_arrays, prefill_arrays
 from engine.run.kv_pool import allocate_pool
 from engine.run.runner import DeviceBatch, FinishedStep, upload
-from engine.run.sampler import GREEDY_TEMPERATURE, sample
+from engine.run.sampler import LogprobTensors, logprobs_of, outcome_of, sample_into, sampling_arrays
 from engine.run.staging import DeviceStaging
 from engine.schedule.plan import ScheduledSequence, StepOutcome, StepPlan
 
 Tensor = torch.Tensor
 
 GRAPH_BYTES = 256 << 20  # set aside for the graphs' memory pool: library workspaces; activations are the decoder's own
-_NON_FINITE = "the model gave non-finite logits"
+_RESULTS = 3  # pinned results: of the step launched, the one in flight, and the one being read
 
 
 def decode_buckets(max_num_seqs: int) -> list[int]:
@@ -49,16 +49,14 @@ class CapturedDecode:
 class DeviceStep:
     """A launched step: its tokens arrive in pinned memory when `done` has passed."""
 
-    def __init__(self, tokens: Int32Array, count: int, done: torch.cuda.Event) -> None:
+    def __init__(self, tokens: Int32Array, done: torch.cuda.Event, logprobs: LogprobTensors | None) -> None:
         self._tokens = tokens
-        self._count = count
         self._done = done
+        self._logprobs = logprobs
 
     def wait(self) -> StepOutcome:
         self._done.synchronize()
-        tokens, finite = self._tokens[:, : self._count].tolist()
-        failures = {row: _NON_FINITE for row, good in enumerate(finite) if not good}
-        return StepOutcome(tokens, [None] * self._count, failures)
+        return outcome_of(self._tokens.tolist(), self._logprobs)
 
 
 class CudaRunner:
@@ -84,15 +82,16 @@ class CudaRunner:
         spec = decoder.spec
         self._staging = DeviceStaging(_staging_bytes(slots, width, decoder.max_tokens), device)
         # One entry a slot, and one that nothing reads, for rows that sample nothing.
-        self._last_tokens = torch.zeros(slots + 1, dtype=torch.int32, device=device)
-        self._sampled = torch.zeros(2, slots, dtype=torch.int32, device=device)
-        self._results = [torch.zeros(2, slots, dtype=torch.int32, pin_memory=True) for _ in range(3)]
+        self._newest = torch.zeros(slots + 1, dtype=torch.int32, device=device)
+        self._tokens = torch.zeros(slots, dtype=torch.int32, device=device)
+        self._results = [torch.zeros(slots, dtype=torch.int32, pin_memory=True) for _ in range(_RESULTS)]
         self._turn = 0
         self._workspace = torch.zeros(
             ops.paged_attention_workspace_bytes(slots, spec.q_heads, spec.kv_heads, spec.head_dim),
             dtype=torch.uint8,
             device=device,
         )
+        self._sample_workspace = torch.zeros(ops.sample_workspace_bytes(slots), dtype=torch.uint8, device=device)
         self._buckets = decode_buckets(slots) if use_graphs else []
         self._graphs: dict[int, CapturedDecode] = {}
 
@@ -145,44 +144,35 @@ class CudaRunner:
         sampling = plan.sampling
         if not sampling:
             return FinishedStep(StepOutcome([], []))
-        if all(_is_greedy(entry) for entry in sampling):
-            return self._send_back(len(sampling))
-        return self._sample_on_host(logits, sampling)
+        return self._send_back(logits[: len(sampling)], sampling)
 
     def _upload(self, arrays: StepArrays) -> DeviceBatch:
-        return upload(arrays, self._staging, self._kv_pool, self._workspace)
+        return upload(arrays, self._staging, self._kv_pool, self._workspace, self._newest)
 
     def _run(self, step: DeviceBatch) -> Tensor:
-        """Forward and greedy sampling; gives the logits [n, vocabulary] fp32. All of it can be captured."""
-        batch = step.batch
-        newest = self._last_tokens[step.sources.clamp_min(0).long()]
-        batch.token_ids.copy_(torch.where(step.sources == HOST_TOKEN, batch.token_ids, newest))
-        logits = self._decoder.logits(self._decoder.forward(batch))
-        if len(step.targets):
-            self._take_greedy(logits, step.targets)
+        """Forward and sampling; gives the logits [n, vocabulary] fp32. All of it can be captured."""
+        logits = self._decoder.logits(self._decoder.forward(step.batch))[:, : self._vocab_size]
+        count = len(step.targets)
+        if count:
+            sample_into(
+                self._tokens[:count],
+                logits,
+                step.sampling,
+                newest=self._newest,
+                targets=step.targets,
+                workspace=self._sample_workspace,
+            )
         return logits
 
-    def _take_greedy(self, logits: Tensor, targets: Tensor) -> None:
-        """argmax of each row to `sampled` and to `last_tokens`. The largest of a row with NaN is NaN."""
-        count = logits.shape[0]
-        best = logits[:, : self._vocab_size].max(dim=1)
-        self._sampled[0, :count] = best.indices
-        self._sampled[1, :count] = torch.isfinite(best.values)
-        self._last_tokens.index_copy_(0, targets, self._sampled[0, :count])
-
-    def _send_back(self, count: int) -> DeviceStep:
-        result = self._results[self._turn]
-        self._turn = (self._turn + 1) % len(self._results)
-        result.copy_(self._sampled, non_blocking=True)
+    def _send_back(self, logits: Tensor, sampling: list[ScheduledSequence]) -> DeviceStep:
+        count = len(sampling)
+        result = self._results[self._turn][:count]
+        self._turn = (self._turn + 1) % _RESULTS
+        logprobs = logprobs_of(logits, self._tokens[:count], sampling)
+        result.copy_(self._tokens[:count], non_blocking=True)
         done = torch.cuda.Event()  # type: ignore[no-untyped-call]
         done.record()
-        return DeviceStep(result.numpy(), count, done)
-
-    def _sample_on_host(self, logits: Tensor, sampling: list[ScheduledSequence]) -> FinishedStep:
-        outcome = sample(logits[: len(sampling)], sampling, self._vocab_size)
-        slots = torch.tensor([entry.slot for entry in sampling], device=logits.device)
-        self._last_tokens[slots] = torch.tensor(outcome.token_ids, dtype=torch.int32, device=logits.device)
-        return FinishedStep(outcome)
+        return DeviceStep(result.numpy(), done, logprobs)
 
 
 def profile_largest_step(decoder: Decoder, block_size: int) -> None:
@@ -196,14 +186,9 @@ def profile_largest_step(decoder: Decoder, block_size: int) -> None:
     runner.run_arrays(_scratch_prefill(decoder.max_tokens, tables))
 
 
-def _is_greedy(entry: ScheduledSequence) -> bool:
-    request = entry.sequence.group.request
-    return request.sampling.temperature <= GREEDY_TEMPERATURE and request.top_logprobs is None
-
-
 def _staging_bytes(max_seqs: int, table_width: int, max_tokens: int) -> int:
-    """Room for the largest step: five numbers a token, a table row and six numbers a sequence, and alignment."""
-    return 4 * (6 * max_tokens + max_seqs * (table_width + 8)) + 1024
+    """Room for the largest step: six words a token, a table row and 14 words a sequence, and alignment."""
+    return 4 * (6 * max_tokens + max_seqs * (table_width + 14)) + 1024
 
 
 def _scratch_prefill(count: int, tables: BlockTables) -> StepArrays:
@@ -220,6 +205,7 @@ def _scratch_prefill(count: int, tables: BlockTables) -> StepArrays:
         context_lens=np.asarray([count], dtype=np.int32),
         logits_rows=np.asarray([count - 1], dtype=np.int64),
         targets=np.asarray([slots], dtype=np.int64),
+        sampling=sampling_arrays([], 1),
         prefill_start=np.asarray([0, count], dtype=np.int32),
         num_decodes=0,
         max_query_len=count,

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.kv.block_table import BlockTables
+from engine.run.sampler import SamplingArrays, sampling_arrays
 from engine.schedule.plan import ScheduledSequence, StepPlan
 
 Int32Array = NDArray[np.int32]
@@ -19,7 +20,8 @@ HOST_TOKEN = -1  # in `sources`: the token's value is in `token_ids`
 @dataclass(frozen=True, slots=True)
 class StepArrays:
     """T tokens of S sequences, as in ForwardBatch. `sources` [T]: the slot whose newest token on the device is this
-    one, or HOST_TOKEN. `logits_rows`: None scores every row. `targets`: the slot of each scored row's sequence.
+    one, or HOST_TOKEN. `logits_rows`: None scores every row. `targets`: the slot of each scored row's sequence;
+    `sampling`: its parameters.
     `prefill_start`: query_start of the sequences behind the first `num_decodes`, counted from their first."""
 
     token_ids: Int32Array
@@ -31,6 +33,7 @@ class StepArrays:
     context_lens: Int32Array
     logits_rows: Int64Array | None
     targets: Int64Array
+    sampling: SamplingArrays
     prefill_start: Int32Array
     num_decodes: int
     max_query_len: int
@@ -59,6 +62,7 @@ def prefill_arrays(plan: StepPlan, tables: BlockTables) -> StepArrays:
         context_lens=context_lens,
         logits_rows=(query_start[1:] - 1)[sampled].astype(np.int64),
         targets=rows[sampled].astype(np.int64),
+        sampling=sampling_arrays(plan.sampling, int(sampled.sum())),
         prefill_start=query_start[num_decodes:] - query_start[num_decodes],
         num_decodes=num_decodes,
         max_query_len=int(counts.max()),
@@ -91,6 +95,7 @@ def decode_arrays(plan: StepPlan, tables: BlockTables, bucket: int) -> StepArray
         context_lens=context_lens,
         logits_rows=None,
         targets=targets,
+        sampling=sampling_arrays(entries, bucket),
         prefill_start=np.zeros(1, dtype=np.int32),
         num_decodes=bucket,
         max_query_len=1,

@@ -11,7 +11,7 @@ from engine.model.batch import ForwardBatch
 from engine.model.decoder import Decoder
 from engine.run.block_moves import BlockMover
 from engine.run.inputs import StepArrays, prefill_arrays
-from engine.run.sampler import sample
+from engine.run.sampler import SamplingTensors, logprobs_of, outcome_of, sample_into
 from engine.run.staging import Array, DeviceStaging, HostStaging
 from engine.schedule.plan import StepOutcome, StepPlan
 
@@ -51,17 +51,19 @@ class EagerRunner:
         sampling = plan.sampling
         if not sampling:
             return FinishedStep(StepOutcome([], []))
-        return FinishedStep(sample(self._decoder.logits(hidden), sampling, self._vocab_size))
+        logits = self._decoder.logits(hidden)[:, : self._vocab_size]
+        tokens = torch.empty(len(sampling), dtype=torch.int32)
+        sample_into(tokens, logits, step.sampling)
+        return FinishedStep(outcome_of(tokens.tolist(), logprobs_of(logits, tokens, sampling)))
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceBatch:
-    """A step's tensors. `sources` [T]: where token_ids are still to be filled in; `targets` [n]: the scored rows'
-    slots."""
+    """A step's tensors. `targets` [n]: the scored rows' slots; `sampling` [n]: their parameters."""
 
     batch: ForwardBatch
-    sources: torch.Tensor
     targets: torch.Tensor
+    sampling: SamplingTensors
 
 
 def upload(
@@ -69,9 +71,12 @@ def upload(
     staging: HostStaging | DeviceStaging,
     kv_pool: torch.Tensor,
     workspace: torch.Tensor | None = None,
+    newest: torch.Tensor | None = None,
 ) -> DeviceBatch:
+    """`newest`: the last sampled token of each slot, where `sources` finds tokens that the host does not know yet."""
     packed: list[Array] = [arrays.token_ids, arrays.sources, arrays.positions, arrays.slots, arrays.block_tables]
     packed += [arrays.query_start, arrays.context_lens, arrays.prefill_start, arrays.targets]
+    packed += arrays.sampling.all()
     packed += [] if arrays.logits_rows is None else [arrays.logits_rows]
     tensors = staging.upload(packed)
     token_ids, sources, positions, slots, block_tables, query_start, context_lens, prefill_start, targets = tensors[:9]
@@ -83,10 +88,12 @@ def upload(
         query_start=query_start,
         context_lens=context_lens,
         max_query_len=arrays.max_query_len,
-        logits_rows=None if arrays.logits_rows is None else tensors[9],
+        logits_rows=None if arrays.logits_rows is None else tensors[-1],
         kv_pool=kv_pool,
         workspace=workspace,
         num_decodes=arrays.num_decodes,
         prefill_start=prefill_start,
+        sources=None if newest is None else sources,
+        newest=newest,
     )
-    return DeviceBatch(batch, sources, targets)
+    return DeviceBatch(batch, targets, SamplingTensors(*tensors[9:15]))

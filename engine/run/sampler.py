@@ -1,74 +1,148 @@
-"""From logits to tokens. Each row is drawn by its own request's parameters, as if it were alone.
+"""From logits to tokens and log probabilities. Each row is drawn by its own request's parameters, as if it were alone.
 
 A draw is Gumbel-max: argmax over the kept tokens of logit / temperature + noise(seed, position, token id). That equals
-sampling from the softmax, needs no shared generator, and gives the same token in any company. Filters apply in the
-order of Hugging Face's logits warpers: temperature, top-k, top-p, min-p.
+sampling from the softmax, needs no shared generator, and gives the same token in any company and on any device;
+cuda/include/octavo/sample.h defines it to the bit.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from engine.run.philox import gumbel
+from engine import ops
 from engine.schedule.plan import ScheduledSequence, StepOutcome
-from engine.types import SamplingParameters, TokenLogprob
+from engine.types import TokenLogprob
 
-GREEDY_TEMPERATURE = 1e-5  # at or below: argmax
+Tensor = torch.Tensor
 
-
-def sample(logits: torch.Tensor, entries: list[ScheduledSequence], vocab_size: int) -> StepOutcome:
-    """logits [n, padded vocabulary] fp32, one row an entry; ids from `vocab_size` on can never be drawn. A row with a
-    value that is not finite becomes a failure of its own request."""
-    logits = logits[:, :vocab_size]
-    finite = torch.isfinite(logits).all(dim=1).tolist()
-    greedy = torch.argmax(logits, dim=1).tolist()
-    tokens: list[int] = []
-    logprobs: list[TokenLogprob | None] = []
-    failures: dict[int, str] = {}
-    for index, entry in enumerate(entries):
-        parameters = entry.sequence.group.request.sampling
-        token = greedy[index]
-        if not finite[index]:
-            failures[index] = "the model gave non-finite logits"
-        elif parameters.temperature > GREEDY_TEMPERATURE:
-            token = _draw(logits[index], parameters, entry.sequence.seed, entry.start + entry.count)
-        tokens.append(token)
-        top = entry.sequence.group.request.top_logprobs
-        wanted = top is not None and index not in failures
-        logprobs.append(_logprob(logits[index], token, top or 0) if wanted else None)
-    return StepOutcome(tokens, logprobs, failures)
+_NON_FINITE = "the model gave non-finite logits"
+_INT32_MAX = 2**31 - 1
 
 
-def _draw(logits: torch.Tensor, parameters: SamplingParameters, seed: int, position: int) -> int:
-    """`position` is the index, in the sequence, of the token to be drawn."""
-    scores = _filtered(logits / parameters.temperature, parameters)
-    noise = torch.from_numpy(gumbel(seed, position, scores.numel())).to(scores.device)
-    return int(torch.argmax(scores + noise))
+@dataclass(frozen=True, slots=True)
+class SamplingArrays:
+    """Parameters of n rows: temperature, top_p, min_p fp32; top_k, positions int32; seeds int64 (the unsigned seed's
+    bits). `positions`: the index, in its sequence, of the token to draw."""
+
+    temperature: NDArray[np.float32]
+    top_k: NDArray[np.int32]
+    top_p: NDArray[np.float32]
+    min_p: NDArray[np.float32]
+    seeds: NDArray[np.int64]
+    positions: NDArray[np.int32]
+
+    def all(self) -> list[NDArray[np.generic]]:
+        return [self.temperature, self.top_k, self.top_p, self.min_p, self.seeds, self.positions]
 
 
-def _filtered(scores: torch.Tensor, parameters: SamplingParameters) -> torch.Tensor:
-    """scores [vocabulary] with -inf for the tokens that top-k, top-p and min-p drop; the likeliest always stays."""
-    if 0 < parameters.top_k < scores.numel():
-        threshold = torch.topk(scores, parameters.top_k).values[-1]
-        scores = scores.masked_fill(scores < threshold, float("-inf"))
-    if parameters.top_p < 1.0:
-        ordered, order = torch.sort(scores)
-        dropped = torch.softmax(ordered, dim=0).cumsum(dim=0) <= 1.0 - parameters.top_p
-        dropped[-1] = False
-        scores = scores.masked_fill(torch.zeros_like(dropped).scatter(0, order, dropped), float("-inf"))
-    if parameters.min_p > 0.0:
-        probabilities = torch.softmax(scores, dim=0)
-        scores = scores.masked_fill(probabilities < parameters.min_p * probabilities.max(), float("-inf"))
-    return scores
-
-
-def _logprob(logits: torch.Tensor, token: int, top: int) -> TokenLogprob:
-    """Of the model's own distribution, before temperature and filters."""
-    values = torch.log_softmax(logits.float(), dim=0)
-    best = torch.topk(values, min(top, values.numel())) if top else None
-    return TokenLogprob(
-        token_id=token,
-        logprob=float(values[token]),
-        rank=int((values > values[token]).sum()) + 1,
-        top=[] if best is None else list(zip(best.indices.tolist(), best.values.tolist(), strict=True)),
+def sampling_arrays(entries: Sequence[ScheduledSequence], rows: int) -> SamplingArrays:
+    """`rows` >= len(entries); the rest is greedy."""
+    arrays = SamplingArrays(
+        temperature=np.zeros(rows, dtype=np.float32),
+        top_k=np.zeros(rows, dtype=np.int32),
+        top_p=np.ones(rows, dtype=np.float32),
+        min_p=np.zeros(rows, dtype=np.float32),
+        seeds=np.zeros(rows, dtype=np.int64),
+        positions=np.zeros(rows, dtype=np.int32),
     )
+    for row, entry in enumerate(entries):
+        parameters = entry.sequence.group.request.sampling
+        arrays.positions[row] = entry.start + entry.count
+        if parameters.temperature == 0.0:
+            continue
+        arrays.temperature[row] = parameters.temperature
+        arrays.top_k[row] = min(parameters.top_k, _INT32_MAX)
+        arrays.top_p[row] = parameters.top_p
+        arrays.min_p[row] = parameters.min_p
+        arrays.seeds[row] = np.uint64(entry.sequence.seed).astype(np.int64)
+    return arrays
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingTensors:
+    """SamplingArrays on a device."""
+
+    temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
+    seeds: Tensor
+    positions: Tensor
+
+
+def sample_into(
+    tokens: Tensor,
+    logits: Tensor,
+    sampling: SamplingTensors,
+    *,
+    newest: Tensor | None = None,
+    targets: Tensor | None = None,
+    workspace: Tensor | None = None,
+    pdl: bool = False,
+) -> None:
+    """tokens [n] int32 of logits [n, vocabulary] fp32; -1 where a row is not finite. newest[targets] gets them too."""
+    ops.sample(
+        tokens,
+        logits,
+        temperature=sampling.temperature,
+        top_k=sampling.top_k,
+        top_p=sampling.top_p,
+        min_p=sampling.min_p,
+        seeds=sampling.seeds,
+        positions=sampling.positions,
+        newest=newest,
+        targets=targets,
+        workspace=workspace,
+        pdl=pdl,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class LogprobTensors:
+    """Of n rows: the sampled token's log probability and rank, and the likeliest tokens, as many as any row asks
+    for."""
+
+    chosen: Tensor
+    ranks: Tensor
+    top_ids: Tensor
+    top_values: Tensor
+    wanted: list[int | None]  # how many alternatives a row asks for; None: nothing at all
+
+    def read(self, tokens: Sequence[int]) -> list[TokenLogprob | None]:
+        """Waits for the device."""
+        chosen, ranks = self.chosen.tolist(), self.ranks.tolist()
+        ids, values = self.top_ids.tolist(), self.top_values.tolist()
+        return [
+            None
+            if count is None
+            else TokenLogprob(
+                tokens[row], chosen[row], ranks[row], list(zip(ids[row][:count], values[row][:count], strict=True))
+            )
+            for row, count in enumerate(self.wanted)
+        ]
+
+
+def logprobs_of(logits: Tensor, tokens: Tensor, entries: Sequence[ScheduledSequence]) -> LogprobTensors | None:
+    """Of the model's own distribution, before temperature and filters; None if no entry asks for any."""
+    wanted = [entry.sequence.group.request.top_logprobs for entry in entries]
+    if all(count is None for count in wanted):
+        return None
+    values = torch.log_softmax(logits.float(), dim=1)
+    chosen = values.gather(1, tokens.long().clamp_min(0)[:, None])
+    most = min(max(count or 0 for count in wanted), values.shape[1])
+    top = torch.topk(values, most, dim=1)
+    return LogprobTensors(chosen[:, 0], (values > chosen).sum(dim=1) + 1, top.indices, top.values, wanted)
+
+
+def outcome_of(tokens: list[int], logprobs: LogprobTensors | None) -> StepOutcome:
+    """What the tokens of a step mean: -1 fails its request."""
+    failures = {row: _NON_FINITE for row, token in enumerate(tokens) if token < 0}
+    read: list[TokenLogprob | None] = [None] * len(tokens) if logprobs is None else logprobs.read(tokens)
+    for row in failures:
+        read[row] = None
+    return StepOutcome(tokens, read, failures)

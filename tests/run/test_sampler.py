@@ -7,13 +7,19 @@ import math
 import numpy as np
 import pytest
 import torch
-from transformers.generation.logits_process import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+from transformers.generation.logits_process import (
+    LogitsProcessor,
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
-from engine.run.philox import gumbel, philox_words
-from engine.run.sampler import _filtered, sample
-from engine.schedule.plan import ScheduledSequence
+from engine.run.sampler import SamplingTensors, logprobs_of, outcome_of, sample_into, sampling_arrays
+from engine.schedule.plan import ScheduledSequence, StepOutcome
 from engine.schedule.sequence import RequestGroup, Sequence
 from engine.types import GenerationRequest, SamplingParameters
+from tests.run.philox import gumbel, philox_words
 
 
 def entry(parameters: SamplingParameters, seed: int = 0, length: int = 5, top: int | None = None) -> ScheduledSequence:
@@ -23,8 +29,34 @@ def entry(parameters: SamplingParameters, seed: int = 0, length: int = 5, top: i
     return ScheduledSequence(sequence, 0, 0, length, True)
 
 
+def sample(logits: torch.Tensor, entries: list[ScheduledSequence], vocab_size: int) -> StepOutcome:
+    """As the runners do it."""
+    arrays = sampling_arrays(entries, len(entries))
+    tokens = torch.empty(len(entries), dtype=torch.int32)
+    view = logits[:, :vocab_size]
+    sample_into(tokens, view, SamplingTensors(*(torch.from_numpy(array) for array in arrays.all())))
+    return outcome_of(tokens.tolist(), logprobs_of(view, tokens, entries))
+
+
 def draw(logits: torch.Tensor, parameters: SamplingParameters, seed: int = 0, length: int = 5) -> int:
     return sample(logits[None], [entry(parameters, seed, length)], logits.numel()).token_ids[0]
+
+
+def draw_many(logits: torch.Tensor, parameters: SamplingParameters, count: int) -> np.ndarray:
+    """How often each token comes, over `count` seeds."""
+    entries = [entry(parameters, seed) for seed in range(count)]
+    tokens = sample(logits.repeat(count, 1), entries, logits.numel()).token_ids
+    return np.bincount(tokens, minlength=logits.numel())
+
+
+def chi_squared(counts: np.ndarray, probabilities: np.ndarray) -> tuple[float, int]:
+    """Statistic and degrees of freedom, classes of fewer than five expected draws put together."""
+    expected = probabilities * counts.sum()
+    rare = expected < 5
+    observed = [*counts[~rare], counts[rare].sum()]
+    wanted = [*expected[~rare], expected[rare].sum()]
+    pairs = [(o, e) for o, e in zip(observed, wanted, strict=True) if e > 0]
+    return sum((o - e) ** 2 / e for o, e in pairs), len(pairs) - 1
 
 
 def test_philox_known_answers() -> None:
@@ -58,33 +90,39 @@ def test_extreme_temperatures_stay_in_range(temperature: float) -> None:
         assert token == int(logits.argmax())
 
 
-def test_frequencies_follow_the_softmax() -> None:
-    logits = torch.tensor([0.0, 1.0, 2.0, -1.0, 0.5])
-    count = 4000
-    parameters = SamplingParameters(temperature=0.8)
-    counts = np.bincount([draw(logits, parameters, seed) for seed in range(count)], minlength=5)
-    expected = torch.softmax(logits / 0.8, dim=0).numpy() * count
-    chi_squared = float(((counts - expected) ** 2 / expected).sum())
-    assert chi_squared < 18.5  # 99.9 % quantile with 4 degrees of freedom
-
-
 @pytest.mark.parametrize(
-    ("parameters", "warper"),
+    ("parameters", "warpers"),
     [
-        (SamplingParameters(top_k=7), TopKLogitsWarper(7)),
-        (SamplingParameters(top_k=1), TopKLogitsWarper(1)),
-        (SamplingParameters(top_p=0.6), TopPLogitsWarper(0.6)),
-        (SamplingParameters(top_p=1e-12), TopPLogitsWarper(1e-12)),
-        (SamplingParameters(top_p=0.9999999), TopPLogitsWarper(0.9999999)),
-        (SamplingParameters(min_p=0.05), MinPLogitsWarper(0.05)),
+        (SamplingParameters(), []),
+        (SamplingParameters(temperature=0.7), [TemperatureLogitsWarper(0.7)]),
+        (SamplingParameters(top_k=7), [TopKLogitsWarper(7)]),
+        (SamplingParameters(top_k=1), [TopKLogitsWarper(1)]),
+        (SamplingParameters(top_p=0.6), [TopPLogitsWarper(0.6)]),
+        (SamplingParameters(top_p=1e-12), [TopPLogitsWarper(1e-12)]),
+        (SamplingParameters(top_p=0.9999999), [TopPLogitsWarper(0.9999999)]),
+        (SamplingParameters(min_p=0.05), [MinPLogitsWarper(0.05)]),
+        (
+            SamplingParameters(temperature=1.4, top_k=30, top_p=0.9, min_p=0.02),
+            [TemperatureLogitsWarper(1.4), TopKLogitsWarper(30), TopPLogitsWarper(0.9), MinPLogitsWarper(0.02)],
+        ),
     ],
 )
-def test_filters_keep_what_transformers_keeps(parameters: SamplingParameters, warper: object) -> None:
-    for seed in range(20):
-        logits = torch.randn(200, generator=torch.Generator().manual_seed(seed)) * 3
-        ours = torch.isfinite(_filtered(logits, parameters))
-        theirs = torch.isfinite(warper(torch.zeros(1, 1, dtype=torch.long), logits[None].clone()))[0]  # type: ignore[operator]
-        assert torch.equal(ours, theirs)
+def test_draws_follow_what_transformers_would_sample_from(
+    parameters: SamplingParameters, warpers: list[LogitsProcessor]
+) -> None:
+    """Nothing outside the kept set, and inside it the renormalised softmax, by a chi-squared test at 0.1 %."""
+    for seed in range(3):
+        logits = torch.randn(60, generator=torch.Generator().manual_seed(seed)) * 2
+        scores = logits[None].clone()
+        for warper in warpers:
+            scores = warper(torch.zeros(1, 1, dtype=torch.long), scores)
+        probabilities = torch.softmax(scores[0].double(), dim=0).numpy()
+        counts = draw_many(logits, parameters, 1500)
+        assert not counts[probabilities == 0].any()
+        statistic, freedom = chi_squared(counts, probabilities)
+        # Wilson and Hilferty's approximation of the 99.9 % quantile.
+        limit = freedom * (1 - 2 / (9 * max(freedom, 1)) + 3.09 * math.sqrt(2 / (9 * max(freedom, 1)))) ** 3
+        assert statistic <= max(limit, 1e-9)
 
 
 @pytest.mark.parametrize("top_p", [1e-12, 0.5, 0.9999999])
