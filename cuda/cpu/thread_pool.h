@@ -2,11 +2,39 @@
 #pragma once
 
 #include <cstdint>
-#include <functional>
+
+#include "octavo/threads.h"
 
 namespace octavo::cpu {
 
-// Runs task(i) for each i in [0, count), on all threads; returns when all are done. Tasks do not throw.
-void parallel_for(int64_t count, const std::function<void(int64_t)>& task);
+// task(context, i) for each i in [0, count), on all threads; returns when all are done. Tasks do not throw.
+void run_tasks(int64_t count, void (*task)(void* context, int64_t index), void* context);
+
+// Below this many operations a task costs more to hand over than to run.
+inline constexpr int64_t kTaskOperations = 1 << 15;
+
+template <class F>
+void parallel_for(int64_t count, const F& f) {
+  run_tasks(
+      count, [](void* context, int64_t i) { (*static_cast<const F*>(context))(i); },
+      const_cast<void*>(static_cast<const void*>(&f)));
+}
+
+// f(begin, end) over pieces of [0, total) whose bounds are multiples of `multiple`; `operations` is the cost of one
+// item.
+template <class F>
+void parallel_ranges(int64_t total, int64_t multiple, int64_t operations, const F& f) {
+  constexpr int64_t kPiecesPerThread = 4;  // so that a thread that was held up leaves little undone
+  const int64_t units = (total + multiple - 1) / multiple;
+  const int64_t worthwhile = 1 + units * multiple * operations / kTaskOperations;
+  int64_t pieces = num_threads() == 1 ? 1 : kPiecesPerThread * num_threads();
+  if (pieces > worthwhile) pieces = worthwhile;
+  if (pieces > units) pieces = units;
+  parallel_for(pieces, [&](int64_t i) {
+    const int64_t begin = units * i / pieces * multiple;
+    const int64_t end = units * (i + 1) / pieces * multiple;
+    f(begin, end < total ? end : total);
+  });
+}
 
 }  // namespace octavo::cpu

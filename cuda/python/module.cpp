@@ -1,5 +1,7 @@
-#include <string>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
 
+#include "octavo/instruction_set.h"
 #include "octavo/threads.h"
 #include "python/bindings.h"
 
@@ -26,6 +28,11 @@ NB_MODULE(_runtime, module) {
   module.def("set_num_threads", octavo::cpu::set_num_threads, "count"_a,
              "Threads of the CPU ops, the caller included.");
   module.def("num_threads", octavo::cpu::num_threads);
+  module.def("instruction_set", octavo::cpu::instruction_set, "The instruction set that the CPU ops run on.");
+  module.def("instruction_sets", octavo::cpu::instruction_sets,
+             "Those that this build and this CPU have, widest first.");
+  module.def("set_instruction_set", octavo::cpu::set_instruction_set, "name"_a);
   octavo::python::init_ops(module);
+  octavo::python::init_step_ops(module);
   octavo::python::init_allocator(module);
 }

@@ -1,4 +1,7 @@
+#include <nanobind/stl/string.h>
+
 #include "octavo/copy_blocks.h"
+#include "octavo/linear.h"
 #include "octavo/norm.h"
 #include "octavo/paged_attention.h"
 #include "octavo/silu_mul.h"
@@ -12,7 +15,7 @@ using namespace nb::literals;
 namespace octavo::python {
 namespace {
 
-Launch launch_on(uintptr_t stream) { return {reinterpret_cast<void*>(stream), false}; }
+Launch launch_on(uintptr_t stream, bool pdl = false) { return {reinterpret_cast<void*>(stream), pdl}; }
 
 void check_layer(const KvPool& pool, int32_t layer, const View& view) {
   if (layer < 0 || layer >= pool.layers) view.fail("has no layer " + std::to_string(layer));
@@ -27,7 +30,8 @@ void run(const View& view, const Args& args, void (*on_cpu)(const Args&), void (
 
 void paged_attention(const Tensor& out, const Tensor& query, const Tensor& kv_pool_, int32_t layer,
                      const Tensor& block_tables, const Tensor& query_start, const Tensor& context_lens,
-                     int32_t max_query_len, float scale, const OptionalTensor& workspace, uintptr_t stream) {
+                     int32_t max_query_len, float scale, const OptionalTensor& workspace, uintptr_t stream,
+                     bool planned, bool pdl) {
   const char* op = "paged_attention";
   View pool_view(op, "kv_pool", kv_pool_);
   View out_view(op, "out", out);
@@ -64,13 +68,14 @@ void paged_attention(const Tensor& out, const Tensor& query, const Tensor& kv_po
   args.context_lens = lens_view.data<const int32_t>();
   args.max_query_len = max_query_len;
   args.scale = scale;
-  args.launch = launch_on(stream);
+  args.planned = planned;
+  args.launch = launch_on(stream, pdl);
   run(pool_view, args, cpu::paged_attention, gpu::paged_attention);
 }
 
 void write_kv(const Tensor& query_out, const Tensor& qkv, const Tensor& kv_pool_, int32_t layer,
               const Tensor& positions, const Tensor& slots, const Tensor& cos_sin, const OptionalTensor& bias,
-              const OptionalTensor& q_norm, const OptionalTensor& k_norm, float norm_eps, uintptr_t stream) {
+              const OptionalTensor& q_norm, const OptionalTensor& k_norm, float norm_eps, uintptr_t stream, bool pdl) {
   const char* op = "write_kv";
   View pool_view(op, "kv_pool", kv_pool_);
   View out_view(op, "query_out", query_out);
@@ -114,7 +119,7 @@ void write_kv(const Tensor& query_out, const Tensor& qkv, const Tensor& kv_pool_
   args.cos_sin = rotation_view.data<const float>();
   args.positions = positions_view.data<const int32_t>();
   args.slots = slots_view.data<const int64_t>();
-  args.launch = launch_on(stream);
+  args.launch = launch_on(stream, pdl);
   run(pool_view, args, cpu::write_kv, gpu::write_kv);
 }
 
@@ -132,7 +137,7 @@ void copy_blocks(const Tensor& kv_pool_, const Tensor& pairs, uintptr_t stream) 
 }
 
 void rms_norm(const Tensor& out, const Tensor& x, const OptionalTensor& residual, const Tensor& weight, float eps,
-              uintptr_t stream) {
+              uintptr_t stream, bool pdl) {
   const char* op = "rms_norm";
   View x_view(op, "x", x);
   View out_view(op, "out", out);
@@ -151,11 +156,11 @@ void rms_norm(const Tensor& out, const Tensor& x, const OptionalTensor& residual
   args.x = x_view.data();
   args.weight = weight_view.data();
   args.eps = eps;
-  args.launch = launch_on(stream);
+  args.launch = launch_on(stream, pdl);
   run(x_view, args, cpu::rms_norm, gpu::rms_norm);
 }
 
-void silu_mul(const Tensor& out, const Tensor& gate_up, uintptr_t stream) {
+void silu_mul(const Tensor& out, const Tensor& gate_up, uintptr_t stream, bool pdl) {
   View out_view("silu_mul", "out", out);
   View gate_up_view("silu_mul", "gate_up", gate_up);
   SiluMulArgs args{};
@@ -165,8 +170,51 @@ void silu_mul(const Tensor& out, const Tensor& gate_up, uintptr_t stream) {
   gate_up_view.shape({args.num_tokens, 2 * out_view.size(1)}).of(args.dtype).contiguous().like(out_view);
   args.out = out_view.data();
   args.gate_up = gate_up_view.data();
-  args.launch = launch_on(stream);
+  args.launch = launch_on(stream, pdl);
   run(out_view, args, cpu::silu_mul, gpu::silu_mul);
+}
+
+WeightFormat weight_format(const View& weight, const std::string& block_type) {
+  static constexpr std::pair<const char*, WeightFormat> kBlockTypes[] = {
+      {"Q4_0", WeightFormat::kQ4_0}, {"Q4_1", WeightFormat::kQ4_1}, {"Q8_0", WeightFormat::kQ8_0}};
+  for (const auto& [name, format] : kBlockTypes) {
+    if (block_type == name) return format;
+  }
+  if (!block_type.empty()) weight.fail("has block type " + block_type + "; linear takes Q4_0, Q4_1 and Q8_0");
+  const DType dtype = weight.dtype();
+  if (dtype == DType::kFloat16) weight.fail("must be float32, bfloat16 or blocks");
+  return dtype == DType::kFloat32 ? WeightFormat::kFloat32 : WeightFormat::kBFloat16;
+}
+
+void linear(const Tensor& out, const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
+            const std::string& block_type) {
+  const char* op = "linear";
+  View x_view(op, "x", x);
+  View out_view(op, "out", out);
+  View weight_view(op, "weight", weight);
+  if (!x_view.on_cpu()) x_view.fail("must be on the CPU");
+  LinearArgs args{};
+  args.dtype = x_view.rank(2).contiguous().dtype();
+  args.num_tokens = static_cast<int32_t>(x_view.size(0));
+  args.in_features = static_cast<int32_t>(x_view.size(1));
+  args.out_features = static_cast<int32_t>(weight_view.rank(2).contiguous().like(x_view).size(0));
+  args.format = weight_format(weight_view, block_type);
+  if (block_type.empty()) {
+    weight_view.shape({args.out_features, args.in_features});
+  } else {
+    if (args.in_features % kBlockWeights != 0) x_view.fail("must have a multiple of 32 columns for weights in blocks");
+    weight_view.of(Scalar::kUInt8).shape({args.out_features, row_bytes(args.format, args.in_features)});
+  }
+  out_view.shape({args.num_tokens, args.out_features}).of(args.dtype).contiguous().like(x_view);
+  if (!bias.object.is_none()) {
+    View view(op, "bias", bias);
+    args.bias = view.shape({args.out_features}).of(args.dtype).contiguous().like(x_view).data();
+  }
+  args.out = out_view.data();
+  args.x = x_view.data();
+  args.weight = weight_view.data();
+  nb::gil_scoped_release released;
+  cpu::linear(args);
 }
 
 }  // namespace
@@ -174,14 +222,18 @@ void silu_mul(const Tensor& out, const Tensor& gate_up, uintptr_t stream) {
 void init_ops(nb::module_& module) {
   nb::exception<OpError>(module, "OpError", PyExc_RuntimeError);
   module.def("paged_attention", paged_attention, "out"_a, "query"_a, "kv_pool"_a, "layer"_a, "block_tables"_a,
-             "query_start"_a, "context_lens"_a, "max_query_len"_a, "scale"_a, "workspace"_a.none(), "stream"_a);
+             "query_start"_a, "context_lens"_a, "max_query_len"_a, "scale"_a, "workspace"_a.none(), "stream"_a,
+             "planned"_a = false, "pdl"_a = false);
   module.def("paged_attention_workspace_bytes", gpu::paged_attention_workspace_bytes, "max_seqs"_a, "q_heads"_a,
              "kv_heads"_a, "head_dim"_a);
   module.def("write_kv", write_kv, "query_out"_a, "qkv"_a, "kv_pool"_a, "layer"_a, "positions"_a, "slots"_a,
-             "cos_sin"_a, "bias"_a.none(), "q_norm"_a.none(), "k_norm"_a.none(), "norm_eps"_a, "stream"_a);
+             "cos_sin"_a, "bias"_a.none(), "q_norm"_a.none(), "k_norm"_a.none(), "norm_eps"_a, "stream"_a,
+             "pdl"_a = false);
   module.def("copy_blocks", copy_blocks, "kv_pool"_a, "pairs"_a, "stream"_a);
-  module.def("rms_norm", rms_norm, "out"_a, "x"_a, "residual"_a.none(), "weight"_a, "eps"_a, "stream"_a);
-  module.def("silu_mul", silu_mul, "out"_a, "gate_up"_a, "stream"_a);
+  module.def("linear", linear, "out"_a, "x"_a, "weight"_a, "bias"_a.none(), "block_type"_a);
+  module.def("rms_norm", rms_norm, "out"_a, "x"_a, "residual"_a.none(), "weight"_a, "eps"_a, "stream"_a,
+             "pdl"_a = false);
+  module.def("silu_mul", silu_mul, "out"_a, "gate_up"_a, "stream"_a, "pdl"_a = false);
 }
 
 }  // namespace octavo::python

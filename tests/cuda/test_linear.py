@@ -1,0 +1,157 @@
+"""linear against numpy, for every weight format and instruction set; rows must not depend on their company."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+
+from engine import _runtime, ops
+from tests import reference
+
+BLOCK_TYPES = ["Q4_0", "Q4_1", "Q8_0"]
+FORMATS = ["float32", "bfloat16", *BLOCK_TYPES]
+
+
+@pytest.fixture(params=_runtime.instruction_sets(), autouse=True)
+def instruction_set(request: pytest.FixtureRequest) -> Iterator[str]:
+    before = _runtime.instruction_set()
+    _runtime.set_instruction_set(request.param)
+    yield request.param
+    _runtime.set_instruction_set(before)
+
+
+class Weight:
+    """A random weight in a format: `stored` as linear takes it, `values` as the format defines them."""
+
+    def __init__(self, name: str, rows: int, length: int, seed: int = 11) -> None:
+        values = np.random.default_rng(seed).normal(size=(rows, length)).astype(np.float32)
+        self.block_type = name if name in BLOCK_TYPES else ""
+        if self.block_type:
+            kind = gguf.GGMLQuantizationType[name]
+            blocks = gguf.quants.quantize(values, kind)
+            self.stored = torch.from_numpy(blocks.copy())
+            self.values = gguf.quants.dequantize(blocks, kind)
+        else:
+            self.stored = torch.from_numpy(values).to(getattr(torch, name))
+            self.values = self.stored.float().numpy()
+
+    def __call__(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        out = torch.full((len(x), len(self.values)), float("nan"), dtype=x.dtype)
+        ops.linear(out, x, self.stored, bias, block_type=self.block_type)
+        return out
+
+
+def normal(*shape: int, seed: int = 5) -> torch.Tensor:
+    return torch.from_numpy(np.random.default_rng(seed).normal(size=shape).astype(np.float32))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(("rows", "length"), [(1, 32), (70, 96), (9, 2080)])
+@pytest.mark.parametrize("tokens", [0, 1, 2, 7, 13, 40])
+def test_against_numpy(tokens: int, rows: int, length: int, name: str) -> None:
+    weight, x, bias = Weight(name, rows, length), normal(tokens, length), normal(rows, seed=6)
+    expected = reference.linear(x.numpy(), weight.values, bias.numpy())
+    np.testing.assert_allclose(weight(x, bias).numpy(), expected, rtol=1e-5, atol=2e-6 * length**0.5)
+
+
+@pytest.mark.parametrize("length", [1, 7, 50, 577])
+@pytest.mark.parametrize("name", ["float32", "bfloat16"])
+def test_lengths_that_fill_no_vector(name: str, length: int) -> None:
+    weight, x = Weight(name, 11, length), normal(8, length)
+    np.testing.assert_allclose(weight(x).numpy(), reference.linear(x.numpy(), weight.values), rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_bfloat16_activations(name: str) -> None:
+    weight, x, bias = Weight(name, 33, 64), normal(5, 64).bfloat16(), normal(33).bfloat16()
+    expected = reference.linear(x.float().numpy(), weight.values, bias.float().numpy())
+    np.testing.assert_allclose(weight(x, bias).float().numpy(), expected, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("tokens", [1, 20])
+def test_blocks_mean_exactly_what_the_format_says(tokens: int, name: str) -> None:
+    """Rows of the unit matrix pick single weights out, so nothing is rounded twice."""
+    weight, unit = Weight(name, 21, 96), torch.eye(96)
+    picked = torch.cat([weight(rows.contiguous()) for rows in unit.split(tokens)])
+    assert torch.equal(picked.T, torch.from_numpy(weight.values.copy()))
+
+
+@pytest.mark.parametrize("block_type", BLOCK_TYPES)
+def test_scales_at_the_ends_of_float16(block_type: str) -> None:
+    weight = Weight(block_type, 6, 32)
+    scales = torch.tensor([0.0, 5.96e-8, 6.1e-5, -1.5, 65504.0, 1.0], dtype=torch.float16)
+    weight.stored[:, :2] = scales[:, None].view(torch.uint8).reshape(6, 2)
+    kind = gguf.GGMLQuantizationType[block_type]
+    expected = gguf.quants.dequantize(weight.stored.numpy(), kind)
+    assert torch.equal(weight(torch.eye(32)).T, torch.from_numpy(expected.copy()))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_row_does_not_depend_on_its_company(name: str) -> None:
+    weight, x = Weight(name, 70, 1600), normal(600, 1600)
+    together = weight(x)
+    for tokens in (1, 2, 3, 4, 5, 6, 7, 11, 12, 13, 16, 17, 31, 64):
+        for start in (0, 100, 600 - tokens):
+            assert torch.equal(weight(x[start : start + tokens].clone()), together[start : start + tokens])
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_number_of_threads_changes_no_bit(name: str) -> None:
+    weight, x, threads = Weight(name, 3000, 256), normal(9, 256), _runtime.num_threads()
+    try:
+        results = []
+        for count in (1, 2, 3):
+            _runtime.set_num_threads(count)
+            results.append(weight(x))
+    finally:
+        _runtime.set_num_threads(threads)
+    assert torch.equal(results[0], results[1])
+    assert torch.equal(results[0], results[2])
+
+
+def test_nan_and_infinity_pass_through() -> None:
+    x = normal(3, 64)
+    x[1, 5] = float("nan")
+    x[2, 9] = float("inf")
+    out = Weight("Q4_1", 10, 64)(x)
+    assert out[0].isfinite().all()
+    assert out[1].isnan().all()
+    assert not out[2].isfinite().any()
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    x, out = normal(4, 64), torch.empty(4, 8)
+    float_weight, blocks = normal(8, 64), Weight("Q4_1", 8, 64).stored
+    wrong: dict[str, tuple[Any, ...]] = {
+        "x must be contiguous": (out, normal(64, 4).T, float_weight),
+        "out must be float32": (out.bfloat16(), x, float_weight),
+        "out must have size 8 on axis 1": (torch.empty(4, 9), x, float_weight),
+        "weight must have size 64 on axis 1": (out, x, normal(8, 32)),
+        "weight must be float32, bfloat16 or float16": (out, x, blocks),
+        "weight must be float32, bfloat16 or blocks": (out, x, float_weight.half()),
+        "weight must be contiguous": (out, x, normal(64, 8).T),
+        "bias must have size 8": (out, x, float_weight, normal(7)),
+        "bias must be float32": (out, x, float_weight, normal(8).bfloat16()),
+    }
+    for message, arguments in wrong.items():
+        with pytest.raises(_runtime.OpError, match=f"linear: {message}"):
+            ops.linear(*arguments)
+    with pytest.raises(_runtime.OpError, match="block type Q5_K"):
+        ops.linear(out, x, blocks, block_type="Q5_K")
+    with pytest.raises(_runtime.OpError, match="weight must be uint8"):
+        ops.linear(out, x, float_weight, block_type="Q4_1")
+    with pytest.raises(_runtime.OpError, match="weight must have size 68"):
+        ops.linear(out, x, blocks, block_type="Q8_0")
+    with pytest.raises(_runtime.OpError, match="multiple of 32"):
+        ops.linear(out, normal(4, 40), blocks, block_type="Q4_1")
+
+
+def test_an_unknown_instruction_set_is_refused() -> None:
+    with pytest.raises(_runtime.OpError, match="mmx"):
+        _runtime.set_instruction_set("mmx")
