@@ -34,3 +34,4 @@ class ForwardBatch:
     prefill_start: torch.Tensor | None = None
     sources: torch.Tensor | None = None
     newest: torch.Tensor | None = None
+    pdl: bool = False

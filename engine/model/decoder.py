@@ -8,6 +8,7 @@ import torch
 
 from engine import ops
 from engine.model.batch import ForwardBatch
+from engine.model.decode_chain import DecodeChain
 from engine.model.layers import Linear
 from engine.model.rope import cos_sin_table, identity_table
 from engine.model.spec import ModelSpec
@@ -89,12 +90,28 @@ class Decoder:
         self._scale = spec.head_dim**-0.5
         self._cos_sin = self._tables()
         self._buffers = _Buffers(spec, max_tokens, max_logits, device, dtype)
+        self._chain = DecodeChain.build(spec, weights, device, dtype)
 
     def _tables(self) -> list[Tensor]:
         rope, positions = self.spec.rope, self.max_positions
         rotating = cos_sin_table(rope, positions, self.device)
         still = identity_table(rope, positions, self.device) if self.spec.nope_layers else rotating
         return [still if layer in self.spec.nope_layers else rotating for layer in range(self.spec.num_layers)]
+
+    @torch.inference_mode()
+    def scores(self, batch: ForwardBatch) -> Tensor:
+        """Runs a step; fp32 logits [n, vocab_size] of `batch.logits_rows`."""
+        chain, rows = self._chain, batch.token_ids.shape[0]
+        if chain is None or batch.max_query_len > 1 or batch.logits_rows is not None or rows > chain.max_batch:
+            return self.logits(self.forward(batch))
+        buffers = self._buffers
+        embedded = self._embed(batch)
+        logits = buffers.logits[:rows]
+        qkv, activated = buffers.qkv[:rows], buffers.activated[:rows]
+        chain.run(
+            *(embedded, lambda index, rows: self._attention(index, rows, batch), qkv, activated, logits), pdl=batch.pdl
+        )
+        return logits
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch) -> Tensor:
@@ -104,17 +121,14 @@ class Decoder:
         if tokens > self.max_tokens or wanted > self.max_logits:
             raise ValueError(f"{tokens} tokens and {wanted} scored rows exceed {self.max_tokens} and {self.max_logits}")
         buffers, weights, eps = self._buffers, self.weights, self.spec.norm_eps
-        residual, normed = buffers.residual[:tokens], buffers.normed[:tokens]
-        decodes = tokens if batch.max_query_len == 1 else batch.num_decodes
-        if self.device.type == "cuda" and decodes:
-            self._plan_attention(batch, decodes)
-        ops.embed(residual, weights.embedding, batch.token_ids, batch.sources, batch.newest)
-        ops.rms_norm(normed, residual, self._first_norm, eps)
+        residual, normed = self._embed(batch), buffers.normed[:tokens]
+        ops.rms_norm(normed, residual, self._first_norm, eps, pdl=batch.pdl)
         for index, layer in enumerate(weights.layers):
-            projected = self._attention(index, layer, normed, batch)
-            ops.rms_norm(normed, projected, layer.post_norm, eps, residual=residual)
-            projected = self._mlp(layer, normed)
-            ops.rms_norm(normed, projected, self._norm_after(index), eps, residual=residual)
+            qkv = layer.qkv(normed, buffers.qkv[:tokens])
+            projected = layer.o(self._attention(index, qkv, batch), buffers.projected[:tokens])
+            ops.rms_norm(normed, projected, layer.post_norm, eps, residual=residual, pdl=batch.pdl)
+            projected = self._mlp(layer, normed, batch.pdl)
+            ops.rms_norm(normed, projected, self._norm_after(index), eps, residual=residual, pdl=batch.pdl)
         if batch.logits_rows is None:
             return normed
         return torch.index_select(normed, 0, batch.logits_rows, out=buffers.scored[:wanted])
@@ -136,9 +150,20 @@ class Decoder:
         layers = self.weights.layers
         return layers[index + 1].input_norm if index + 1 < len(layers) else self.weights.final_norm
 
-    def _attention(self, index: int, layer: LayerWeights, normed: Tensor, batch: ForwardBatch) -> Tensor:
-        tokens, buffers, spec = normed.shape[0], self._buffers, self.spec
-        qkv = layer.qkv(normed, buffers.qkv[:tokens])
+    def _embed(self, batch: ForwardBatch) -> Tensor:
+        """The step's first kernels: the attention plan, and the embeddings."""
+        tokens = batch.token_ids.shape[0]
+        decodes = tokens if batch.max_query_len == 1 else batch.num_decodes
+        if self.device.type == "cuda" and decodes:
+            self._plan_attention(batch, decodes)
+        embedded = self._buffers.residual[:tokens]
+        ops.embed(embedded, self.weights.embedding, batch.token_ids, batch.sources, batch.newest, pdl=batch.pdl)
+        return embedded
+
+    def _attention(self, index: int, qkv: Tensor, batch: ForwardBatch) -> Tensor:
+        """Attended rows [T, q_size] of QKV rows [T, qkv_size]; K and V go to the pool."""
+        tokens, buffers, spec = qkv.shape[0], self._buffers, self.spec
+        layer = self.weights.layers[index]
         query = buffers.query[:tokens].view(tokens, spec.q_heads, spec.head_dim)
         ops.write_kv(
             query,
@@ -152,10 +177,11 @@ class Decoder:
             q_norm=layer.q_norm,
             k_norm=layer.k_norm,
             norm_eps=spec.norm_eps,
+            pdl=batch.pdl,
         )
         attended = buffers.attended[:tokens]
         self._attend(index, attended.view(tokens, spec.q_heads, spec.head_dim), query, batch)
-        return layer.o(attended, buffers.projected[:tokens])
+        return attended
 
     def _plan_attention(self, batch: ForwardBatch, decodes: int) -> None:
         """Once a step: every layer's decode attention is shared out over the GPU in the same way."""
@@ -180,6 +206,7 @@ class Decoder:
                 scale=self._scale,
                 workspace=batch.workspace,
                 planned=out.is_cuda and max_query_len == 1,
+                pdl=batch.pdl,
             )
 
         decodes = batch.num_decodes
@@ -189,9 +216,9 @@ class Decoder:
         call(slice(0, decodes), slice(0, decodes), batch.query_start[: decodes + 1], 1)
         call(slice(decodes, None), slice(decodes, None), batch.prefill_start, batch.max_query_len)
 
-    def _mlp(self, layer: LayerWeights, normed: Tensor) -> Tensor:
+    def _mlp(self, layer: LayerWeights, normed: Tensor, pdl: bool) -> Tensor:
         tokens, buffers = normed.shape[0], self._buffers
         gate_up = layer.gate_up(normed, buffers.gate_up[:tokens])
         activated = buffers.activated[:tokens]
-        ops.silu_mul(activated, gate_up)
+        ops.silu_mul(activated, gate_up, pdl=pdl)
         return layer.down(activated, buffers.projected[:tokens])

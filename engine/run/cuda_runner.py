@@ -151,7 +151,7 @@ class CudaRunner:
 
     def _run(self, step: DeviceBatch) -> Tensor:
         """Forward and sampling; gives the logits [n, vocabulary] fp32. All of it can be captured."""
-        logits = self._decoder.logits(self._decoder.forward(step.batch))[:, : self._vocab_size]
+        logits = self._decoder.scores(step.batch)[:, : self._vocab_size]
         count = len(step.targets)
         if count:
             sample_into(
@@ -161,6 +161,7 @@ class CudaRunner:
                 newest=self._newest,
                 targets=step.targets,
                 workspace=self._sample_workspace,
+                pdl=step.batch.pdl,
             )
         return logits
 

@@ -47,11 +47,11 @@ class EagerRunner:
         if not plan.scheduled:
             return FinishedStep(StepOutcome([], []))
         step = upload(prefill_arrays(plan, self._tables), self._staging, self._kv_pool)
-        hidden = self._decoder.forward(step.batch)
         sampling = plan.sampling
         if not sampling:
+            self._decoder.forward(step.batch)
             return FinishedStep(StepOutcome([], []))
-        logits = self._decoder.logits(hidden)[:, : self._vocab_size]
+        logits = self._decoder.scores(step.batch)[:, : self._vocab_size]
         tokens = torch.empty(len(sampling), dtype=torch.int32)
         sample_into(tokens, logits, step.sampling)
         return FinishedStep(outcome_of(tokens.tolist(), logprobs_of(logits, tokens, sampling)))
@@ -95,5 +95,6 @@ def upload(
         prefill_start=prefill_start,
         sources=None if newest is None else sources,
         newest=newest,
+        pdl=newest is not None and arrays.max_query_len == 1,
     )
     return DeviceBatch(batch, targets, SamplingTensors(*tensors[9:15]))

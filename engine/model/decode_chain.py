@@ -1,0 +1,82 @@
+"""A decode step on an NVIDIA GPU by fused matmuls: five kernels a layer, each with the norms and adds around it.
+
+Where a shape is not served (a bias on the output or MLP projections, a width the kernels do not know, more rows than
+they take), the decoder runs its plain kernels instead.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+
+from engine import ops_decode
+from engine.model.spec import ModelSpec
+
+if TYPE_CHECKING:
+    from engine.model.decoder import DecoderWeights
+
+Tensor = torch.Tensor
+Attention = Callable[[int, Tensor], Tensor]  # layer, its QKV rows -> attended rows
+
+_log = logging.getLogger(__name__)
+
+
+class DecodeChain:
+    """Holds the residual stream of up to MAX_BATCH rows; weights and activations are the decoder's."""
+
+    max_batch = ops_decode.MAX_BATCH
+
+    def __init__(self, spec: ModelSpec, weights: DecoderWeights, device: torch.device, dtype: torch.dtype) -> None:
+        self._eps = spec.norm_eps
+        self._weights = weights
+        self._stream = ops_decode.ResidualStream.allocate(self.max_batch, spec.hidden_size, dtype, device)
+
+    @classmethod
+    def build(
+        cls, spec: ModelSpec, weights: DecoderWeights, device: torch.device, dtype: torch.dtype
+    ) -> DecodeChain | None:
+        """None, and one log line, if any matmul of this model is not served on this device."""
+        if device.type != "cuda":
+            return None
+        unserved = _unserved(spec, weights, dtype)
+        if unserved:
+            _log.info("decode steps use plain kernels: %s", unserved)
+            return None
+        return cls(spec, weights, device, dtype)
+
+    def run(
+        self, x: Tensor, attention: Attention, qkv: Tensor, activated: Tensor, logits: Tensor, *, pdl: bool
+    ) -> None:
+        """logits [B, vocabulary] fp32 of embeddings x [B, H]. qkv [B, qkv size] and activated [B, I] are scratch."""
+        stream, eps, layers = self._stream, self._eps, self._weights.layers
+        norms = [layer.input_norm for layer in layers[1:]] + [self._weights.final_norm]
+        ops_decode.start(stream, x, layers[0].input_norm, pdl=pdl)
+        for index, (layer, next_norm) in enumerate(zip(layers, norms, strict=True)):
+            ops_decode.norm_linear(qkv, stream, layer.qkv.weight, eps, pdl=pdl)
+            attended = attention(index, qkv)
+            ops_decode.linear_add(stream, attended, layer.o.weight, layer.post_norm, pdl=pdl)
+            ops_decode.norm_gate_up(activated, stream, layer.gate_up.weight, eps, pdl=pdl)
+            ops_decode.linear_add(stream, activated, layer.down.weight, next_norm, pdl=pdl)
+        ops_decode.norm_linear(logits, stream, self._weights.head.weight, eps, pdl=pdl)
+
+
+def _unserved(spec: ModelSpec, weights: DecoderWeights, dtype: torch.dtype) -> str:
+    """What keeps this model from the fused kernels, or nothing."""
+    if spec.o_bias or spec.mlp_bias:
+        return "a bias on the output or MLP projections"
+    if not weights.layers:
+        return "no layers"
+    hidden, inner, batch = spec.hidden_size, spec.intermediate_size, ops_decode.MAX_BATCH
+    served = ops_decode.supported
+    checks = {
+        "QKV": served("norm_linear", spec.qkv_size, hidden, batch, dtype),
+        "output": served("linear_add", hidden, spec.q_size, batch, dtype),
+        "gate and up": served("norm_gate_up", inner, hidden, batch, dtype),
+        "down": served("linear_add", hidden, inner, batch, dtype),
+        "head": served("norm_linear", spec.vocab_size, hidden, batch, dtype),
+    }
+    missing = [name for name, good in checks.items() if not good]
+    return f"the {', '.join(missing)} projections' shapes" if missing else ""
