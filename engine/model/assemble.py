@@ -7,19 +7,31 @@ import math
 import os
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
 
 from engine.errors import ConfigurationError
 from engine.model.decoder import DecoderWeights, LayerWeights
-from engine.model.layers import Linear
+from engine.model.layers import PACKED_TYPES, Linear
 from engine.model.spec import ModelSpec
 from engine.model.weight_plan import Naming, Parameter, Piece, head_piece, plan_weights
 
 log = logging.getLogger(__name__)
 Progress = Callable[[int, int], None]
 _LISTED = 64
+_MATRICES = frozenset({"qkv", "o", "gate_up", "down", "head"})
+
+
+@dataclass(frozen=True, slots=True)
+class PackedMatrix:
+    """A matrix in blocks. `load` copies them into a uint8 tensor [rows, row_bytes]."""
+
+    block_type: str
+    row_bytes: int
+    load: Callable[[torch.Tensor], None]
 
 
 class TensorSource(Protocol):
@@ -41,6 +53,10 @@ class TensorSource(Protocol):
         """Whether a tensor may go unused: it holds nothing that the spec does not already say."""
         ...
 
+    def packed(self, name: str) -> PackedMatrix | None:
+        """The matrix in the blocks it is stored in; None if it is stored otherwise."""
+        ...
+
     def load(self, name: str, out: torch.Tensor) -> None:
         """Copies the tensor into `out`, which has its shape, converting to the dtype and device of `out`."""
         ...
@@ -54,22 +70,73 @@ def assemble(
     progress: Progress | None = None,
 ) -> DecoderWeights:
     """Loads every parameter straight into its place, in parallel. `progress(done, total)` counts numbers, not bytes.
+    On the CPU, matrices in blocks that it can multiply stay in blocks.
 
     Raises ConfigurationError that names each tensor which is missing, of another shape, or used by nothing.
     """
     plan = plan_weights(spec, source.naming)
     head = head_piece(spec, source.naming)
     _check(spec, source, plan, head)
-    tensors = {(item.layer, item.name): torch.empty(item.shape, device=device, dtype=dtype) for item in plan}
-    jobs = [(piece, tensors[item.layer, item.name]) for item in plan for piece in item.pieces]
+    loaded = _Loaded(source, device, dtype)
     own_head = head.name in set(source.names())
+    tied_head = Parameter(None, "head", head.shape, (Piece(source.naming.embedding, head.shape),))
     if own_head:
-        tensors[None, "head"] = torch.empty(head.shape, device=device, dtype=dtype)
-        jobs.append((head, tensors[None, "head"]))
-    _load_all(source, jobs, progress)
+        plan.append(Parameter(None, "head", head.shape, (head,)))
+    elif loaded.packed(tied_head):
+        # Looked up in full precision, multiplied in blocks: the one matrix that is held twice.
+        plan.append(tied_head)
+    _load_all([job for item in plan for job in loaded.claim(item)], progress)
     if own_head and spec.tied_embeddings:
-        _resolve_tied_head(source, tensors)
-    return _weights(spec, tensors)
+        _resolve_tied_head(source, loaded.tensors)
+    return _weights(spec, loaded)
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """A source tensor and the rows that it fills."""
+
+    piece: Piece
+    target: torch.Tensor
+    load: Callable[[torch.Tensor], None]
+
+
+class _Loaded:
+    """The decoder's tensors by layer and name, claimed before they are filled."""
+
+    def __init__(self, source: TensorSource, device: torch.device, dtype: torch.dtype) -> None:
+        self.tensors: dict[tuple[int | None, str], torch.Tensor] = {}
+        self._block_types: dict[tuple[int | None, str], str] = {}
+        self._source = source
+        self._device = device
+        self._dtype = dtype
+
+    def claim(self, item: Parameter) -> list[_Job]:
+        packed = self.packed(item)
+        if packed:
+            tensor = torch.empty((item.shape[0], packed[0].row_bytes), device=self._device, dtype=torch.uint8)
+            loads = [matrix.load for matrix in packed]
+        else:
+            tensor = torch.empty(item.shape, device=self._device, dtype=self._dtype)
+            loads = [partial(self._source.load, piece.name) for piece in item.pieces]
+        key = (item.layer, item.name)
+        self.tensors[key], self._block_types[key] = tensor, packed[0].block_type if packed else ""
+        return [
+            _Job(piece, tensor.narrow(0, piece.start, piece.shape[0]), load)
+            for piece, load in zip(item.pieces, loads, strict=True)
+        ]
+
+    def linear(self, layer: int | None, name: str, bias: str = "") -> Linear:
+        key = (layer, name)
+        return Linear(self.tensors[key], self.tensors.get((layer, bias)), self._block_types[key])
+
+    def packed(self, item: Parameter) -> list[PackedMatrix]:
+        """The pieces in blocks, if they share a format that the device multiplies."""
+        if self._device.type != "cpu" or item.name not in _MATRICES:
+            return []
+        packed = [matrix for piece in item.pieces if (matrix := self._source.packed(piece.name)) is not None]
+        types = {matrix.block_type for matrix in packed}
+        usable = len(packed) == len(item.pieces) and len(types) == 1 and types <= PACKED_TYPES
+        return packed if usable else []
 
 
 def _check(spec: ModelSpec, source: TensorSource, plan: list[Parameter], head: Piece) -> None:
@@ -95,14 +162,13 @@ def _listed(names: list[str]) -> str:
     return ", ".join(names[:_LISTED]) + more
 
 
-def _load_all(source: TensorSource, jobs: list[tuple[Piece, torch.Tensor]], progress: Progress | None) -> None:
-    total = sum(math.prod(piece.shape) for piece, _ in jobs)
+def _load_all(jobs: list[_Job], progress: Progress | None) -> None:
+    total = sum(math.prod(job.piece.shape) for job in jobs)
     done = 0
 
-    def run(job: tuple[Piece, torch.Tensor]) -> int:
-        piece, target = job
-        source.load(piece.name, target.narrow(0, piece.start, piece.shape[0]))
-        return math.prod(piece.shape)
+    def run(job: _Job) -> int:
+        job.load(job.target)
+        return math.prod(job.piece.shape)
 
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1), thread_name_prefix="load") as pool:
         for size in pool.map(run, jobs):
@@ -123,28 +189,28 @@ def _resolve_tied_head(source: TensorSource, tensors: dict[tuple[int | None, str
     )
 
 
-def _weights(spec: ModelSpec, tensors: dict[tuple[int | None, str], torch.Tensor]) -> DecoderWeights:
-    embedding = tensors[None, "embedding"]
+def _weights(spec: ModelSpec, loaded: _Loaded) -> DecoderWeights:
+    embedding = loaded.tensors[None, "embedding"]
     return DecoderWeights(
         embedding=embedding,
-        layers=[_layer(layer, tensors) for layer in range(spec.num_layers)],
-        final_norm=tensors[None, "final_norm"],
-        head=Linear(tensors.get((None, "head"), embedding)),
+        layers=[_layer(layer, loaded) for layer in range(spec.num_layers)],
+        final_norm=loaded.tensors[None, "final_norm"],
+        head=loaded.linear(None, "head") if (None, "head") in loaded.tensors else Linear(embedding),
     )
 
 
-def _layer(layer: int, tensors: dict[tuple[int | None, str], torch.Tensor]) -> LayerWeights:
+def _layer(layer: int, loaded: _Loaded) -> LayerWeights:
     def get(name: str) -> torch.Tensor | None:
-        return tensors.get((layer, name))
+        return loaded.tensors.get((layer, name))
 
     return LayerWeights(
-        input_norm=tensors[layer, "input_norm"],
-        qkv=Linear(tensors[layer, "qkv"]),
+        input_norm=loaded.tensors[layer, "input_norm"],
+        qkv=loaded.linear(layer, "qkv"),
         qkv_bias=get("qkv_bias"),
         q_norm=get("q_norm"),
         k_norm=get("k_norm"),
-        o=Linear(tensors[layer, "o"], get("o_bias")),
-        post_norm=tensors[layer, "post_norm"],
-        gate_up=Linear(tensors[layer, "gate_up"], get("gate_up_bias")),
-        down=Linear(tensors[layer, "down"], get("down_bias")),
+        o=loaded.linear(layer, "o", "o_bias"),
+        post_norm=loaded.tensors[layer, "post_norm"],
+        gate_up=loaded.linear(layer, "gate_up", "gate_up_bias"),
+        down=loaded.linear(layer, "down", "down_bias"),
     )

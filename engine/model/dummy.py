@@ -41,6 +41,9 @@ class DummySource:
     def ignorable(self, name: str) -> bool:
         return False
 
+    def packed(self, name: str) -> None:
+        return None
+
     def load(self, name: str, out: torch.Tensor) -> None:
         if "norm" in name:
             out.fill_(1.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -11,6 +12,7 @@ from gguf.constants import GGMLQuantizationType
 from gguf.quants import dequantize
 
 from engine.errors import ConfigurationError
+from engine.model.assemble import PackedMatrix
 from engine.model.gguf_file import BlockType, GgufFile
 from engine.model.spec import ModelSpec
 from engine.model.weight_plan import GGUF, Naming
@@ -53,6 +55,12 @@ class GgufSource:
         order = self._row_order(name)
         return tensor.block_type, tensor.blocks if order is None else tensor.blocks[order]
 
+    def packed(self, name: str) -> PackedMatrix | None:
+        tensor = self._file.tensors[name]
+        if len(tensor.shape) != 2 or tensor.block_type.elements == 1:
+            return None
+        return PackedMatrix(tensor.block_type.name, tensor.blocks.shape[1], partial(self._load_packed, name))
+
     def load(self, name: str, out: torch.Tensor) -> None:
         tensor = self._file.tensors[name]
         if len(tensor.shape) == 1:
@@ -64,6 +72,10 @@ class GgufSource:
             stop = min(start + step, tensor.blocks.shape[0])
             blocks = tensor.blocks[start:stop] if order is None else tensor.blocks[order[start:stop]]
             out[start:stop].copy_(torch.from_numpy(self._dequantise(name, blocks)))
+
+    def _load_packed(self, name: str, out: torch.Tensor) -> None:
+        # The mapping is read-only, which torch does not take.
+        out.copy_(torch.from_numpy(np.require(self.blocks(name)[1], requirements=["C", "W"])))
 
     def _load_vector(self, name: str, out: torch.Tensor) -> None:
         values = self._dequantise(name, self._file.tensors[name].blocks).reshape(-1)

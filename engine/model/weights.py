@@ -137,6 +137,9 @@ class SafetensorsSource:
         # Old checkpoints saved the rotary frequencies, which the config determines.
         return name.endswith(".rotary_emb.inv_freq")
 
+    def packed(self, name: str) -> None:
+        return None
+
     def load(self, name: str, out: torch.Tensor) -> None:
         out.copy_(self._file_of[name].tensor(name))
 
