@@ -8,10 +8,10 @@ import time
 import torch
 from transformers import AutoModelForCausalLM
 
+from engine import load_tokenizer
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.model.source import resolve
-from engine.text.tokenizer import load_tokenizer
 from engine.types import GenerationRequest, SamplingParameters, StopCriteria
 
 Figures = dict[str, float]
