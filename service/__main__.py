@@ -5,18 +5,20 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Awaitable
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
 from engine import AllocatorKind, Device, EngineConfig, LoadFormat
+from engine.config import PreemptionMode
 from octavo.v1 import generation_pb2
 from service.client import Client, GenerationError, chat_request, prompt_request
 from service.config import ServiceConfig
 from service.logs import configure_logs
 
-T = TypeVar("T")
+ENGINE = EngineConfig()  # the defaults of the flags
+SERVICE = ServiceConfig()
 
 app = typer.Typer(
     help="Octavo: serves large language models over gRPC.",
@@ -28,46 +30,61 @@ app = typer.Typer(
 
 def flag(name: str, text: str, **options: Any) -> Any:
     """An option and the environment variable of the same name."""
-    variable = "OCTAVO_" + name.removeprefix("--").replace("-", "_").upper()
+    variable = "OCTAVO_" + name.split("/")[0].removeprefix("--").replace("-", "_").upper()
     return typer.Option(name, help=text, envvar=variable, **options)
 
 
 @app.command()
 def serve(
     model: Annotated[str, flag("--model", "demo, a Hugging Face model directory, or a .gguf file.")],
-    served_model_name: Annotated[str, flag("--served-model-name", "Name that requests use.")] = "",
-    host: Annotated[str, flag("--host", "Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, flag("--port", "gRPC port; 0 picks a free one.", min=0, max=65535)] = 50051,
+    served_model_name: Annotated[
+        str, flag("--served-model-name", "Name that requests use.")
+    ] = ENGINE.served_model_name,
+    host: Annotated[str, flag("--host", "Address to listen on.")] = SERVICE.host,
+    port: Annotated[int, flag("--port", "gRPC port; 0 picks a free one.", min=0, max=65535)] = SERVICE.port,
     metrics_port: Annotated[int, flag("--metrics-port", "Prometheus port; 0: none.", min=0, max=65535)] = 9464,
-    device: Annotated[Device, flag("--device", "Where to run.")] = Device.AUTO,
-    dtype: Annotated[str, flag("--dtype", "auto, float32, bfloat16 or float16.")] = "auto",
-    load_format: Annotated[LoadFormat, flag("--load-format", "How to read the weights.")] = LoadFormat.AUTO,
-    max_model_len: Annotated[int | None, flag("--max-model-len", "Context limit in tokens.", min=1)] = None,
-    max_num_seqs: Annotated[int, flag("--max-num-seqs", "Sequences in one step.", min=1)] = 64,
+    device: Annotated[Device, flag("--device", "Where to run.")] = ENGINE.device,
+    dtype: Annotated[str, flag("--dtype", "auto, float32, bfloat16 or float16.")] = ENGINE.dtype,
+    load_format: Annotated[LoadFormat, flag("--load-format", "How to read the weights.")] = ENGINE.load_format,
+    max_model_len: Annotated[
+        int | None, flag("--max-model-len", "Context limit in tokens.", min=1)
+    ] = ENGINE.max_model_len,
+    max_num_seqs: Annotated[int, flag("--max-num-seqs", "Sequences in one step.", min=1)] = ENGINE.max_num_seqs,
     max_num_batched_tokens: Annotated[
         int | None, flag("--max-num-batched-tokens", "Token budget of one step.", min=1)
-    ] = None,
-    block_size: Annotated[int, flag("--block-size", "Tokens in a KV block.", min=1)] = 16,
+    ] = ENGINE.max_num_batched_tokens,
+    block_size: Annotated[int, flag("--block-size", "Tokens in a KV block.", min=1)] = ENGINE.block_size,
     kv_cache_tokens: Annotated[
         int | None, flag("--kv-cache-tokens", "KV pool in tokens; default: what fits.", min=1)
-    ] = None,
+    ] = ENGINE.kv_cache_tokens,
     gpu_memory_utilization: Annotated[
         float, flag("--gpu-memory-utilization", "Share of GPU memory to claim.", min=0.01, max=1.0)
-    ] = 0.9,
-    swap_space_gib: Annotated[float, flag("--swap-space-gib", "Host memory for preempted requests.", min=0.0)] = 0.0,
-    enable_prefix_caching: Annotated[bool, flag("--enable-prefix-caching", "Share prompts' KV blocks.")] = False,
-    allocator: Annotated[AllocatorKind, flag("--allocator", "Block allocator.")] = AllocatorKind.NATIVE,
-    max_queued_requests: Annotated[int, flag("--max-queued-requests", "Queue bound.", min=0)] = 1024,
-    max_queued_tokens: Annotated[int, flag("--max-queued-tokens", "Queue bound in prompt tokens.", min=1)] = 1_048_576,
-    enforce_eager: Annotated[bool, flag("--enforce-eager", "No CUDA graphs.")] = False,
-    seed: Annotated[int, flag("--seed", "For random weights of --load-format dummy.")] = 0,
-    num_threads: Annotated[int | None, flag("--num-threads", "CPU threads of the engine.", min=1)] = None,
+    ] = ENGINE.gpu_memory_utilization,
+    swap_space_gib: Annotated[
+        float, flag("--swap-space-gib", "Host memory for preempted requests.", min=0.0)
+    ] = ENGINE.swap_space_gib,
+    preemption_mode: Annotated[
+        PreemptionMode, flag("--preemption-mode", "What becomes of a preempted request's KV blocks.")
+    ] = ENGINE.preemption_mode,
+    enable_prefix_caching: Annotated[
+        bool, flag("--enable-prefix-caching/--no-enable-prefix-caching", "Share prompts' KV blocks.")
+    ] = ENGINE.enable_prefix_caching,
+    allocator: Annotated[AllocatorKind, flag("--allocator", "Block allocator.")] = ENGINE.allocator,
+    max_queued_requests: Annotated[
+        int, flag("--max-queued-requests", "Queue bound.", min=0)
+    ] = ENGINE.max_queued_requests,
+    max_queued_tokens: Annotated[
+        int, flag("--max-queued-tokens", "Queue bound in prompt tokens.", min=1)
+    ] = ENGINE.max_queued_tokens,
+    enforce_eager: Annotated[bool, flag("--enforce-eager", "No CUDA graphs.")] = ENGINE.enforce_eager,
+    seed: Annotated[int, flag("--seed", "For random weights of --load-format dummy.")] = ENGINE.seed,
+    num_threads: Annotated[int | None, flag("--num-threads", "CPU threads of the engine.", min=1)] = ENGINE.num_threads,
     drain_timeout: Annotated[
         float, flag("--drain-timeout", "Seconds that running requests get after SIGTERM.", min=0.0)
-    ] = 30.0,
+    ] = SERVICE.drain_timeout,
     drain_grace: Annotated[
         float, flag("--drain-grace", "Seconds at least of polite refusals after SIGTERM.", min=0.0)
-    ] = 0.5,
+    ] = SERVICE.drain_grace,
     in_process_engine: Annotated[
         bool, flag("--in-process-engine", "Engine on a thread of this process, for debugging.")
     ] = False,
@@ -91,6 +108,7 @@ def serve(
         kv_cache_tokens=kv_cache_tokens,
         gpu_memory_utilization=gpu_memory_utilization,
         swap_space_gib=swap_space_gib,
+        preemption_mode=preemption_mode,
         enable_prefix_caching=enable_prefix_caching,
         allocator=allocator,
         max_queued_requests=max_queued_requests,
@@ -112,7 +130,7 @@ def serve(
 
 
 Address = Annotated[str, flag("--address", "HOST:PORT of a running service.")]
-DEFAULT_ADDRESS = "127.0.0.1:50051"
+DEFAULT_ADDRESS = f"{SERVICE.host}:{SERVICE.port}"
 
 
 @app.command()

@@ -165,6 +165,7 @@ class Session:
         self._ids = itertools.count(1)
         self._queues: dict[str, asyncio.Queue[generation_pb2.GenerationEvent | GenerationError]] = {}
         self._ended: GenerationError | None = None
+        self._writing = asyncio.Lock()  # gRPC takes one write at a time
         self._reader = asyncio.create_task(self._read())
 
     async def generate(self, start: generation_pb2.StartGeneration) -> AsyncIterator[generation_pb2.GenerationEvent]:
@@ -213,24 +214,25 @@ class Session:
             )
 
     async def _write(self, message: generation_pb2.GenerateRequest) -> None:
-        if self._ended is not None:
-            raise self._ended
-        try:
-            await self._call.write(message)
-        except aio.AioRpcError as error:
-            raise GenerationError.from_rpc(error) from error
-        except asyncio.InvalidStateError:
-            await self._reader
-            raise self._ended or GenerationError(grpc.StatusCode.CANCELLED, "", "stream is closed") from None
+        async with self._writing:
+            if self._ended is None:
+                try:
+                    await self._call.write(message)
+                    return
+                except (aio.AioRpcError, asyncio.InvalidStateError):
+                    await self._reader  # which learns why the stream ended
+        raise self._ended or GenerationError(grpc.StatusCode.CANCELLED, "", "the stream is closed")
 
     async def _read(self) -> None:
+        error = GenerationError(grpc.StatusCode.CANCELLED, "", "the stream is closed")
         try:
             async for response in self._call:
                 for event in response.events:
                     self._deliver(event)
-            self._end(GenerationError(grpc.StatusCode.CANCELLED, "", "the server closed the stream"))
-        except aio.AioRpcError as error:
-            self._end(GenerationError.from_rpc(error))
+        except aio.AioRpcError as rpc_error:
+            error = GenerationError.from_rpc(rpc_error)
+        finally:
+            self._end(error)
 
     def _deliver(self, event: generation_pb2.GenerationEvent) -> None:
         queue = self._queues.get(event.request_id)

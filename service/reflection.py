@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 from google.protobuf import descriptor_pb2, descriptor_pool
 from google.protobuf.descriptor import FileDescriptor
+from google.rpc import error_details_pb2
 from grpc import aio
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
@@ -21,14 +22,26 @@ def service_names() -> tuple[str, ...]:
 
 
 def enable_reflection(server: aio.Server) -> None:
-    """Uses a descriptor pool of its own, since the default one has the health service without List."""
+    """Uses a descriptor pool of its own: the default one has the health service without List, and Python's descriptors
+    lack the JSON names that clients print. error_details lets clients read the details of a status."""
     pool = descriptor_pool.DescriptorPool()
-    for file in _with_dependencies((*FILES, reflection_pb2.DESCRIPTOR)):
-        copy = descriptor_pb2.FileDescriptorProto()
-        file.CopyToProto(copy)
-        pool.AddSerializedFile(copy.SerializeToString())
+    for file in _with_dependencies((*FILES, error_details_pb2.DESCRIPTOR, reflection_pb2.DESCRIPTOR)):
+        pool.AddSerializedFile(_with_json_names(file).SerializeToString())
     pool.AddSerializedFile(health_file().SerializeToString())
     reflection.enable_server_reflection(service_names(), server, pool)
+
+
+def _with_json_names(file: FileDescriptor) -> descriptor_pb2.FileDescriptorProto:
+    copy = descriptor_pb2.FileDescriptorProto()
+    file.CopyToProto(copy)
+    messages = list(copy.message_type)
+    while messages:
+        message = messages.pop()
+        messages += message.nested_type
+        for field in message.field:
+            first, *rest = field.name.split("_")
+            field.json_name = first + "".join(part.capitalize() for part in rest)
+    return copy
 
 
 def _with_dependencies(files: Iterable[FileDescriptor]) -> list[FileDescriptor]:

@@ -23,6 +23,8 @@ DOMAIN = "octavo.v1"
 DETAILS_TRAILER = "grpc-status-details-bin"
 PUSHBACK_TRAILER = "grpc-retry-pushback-ms"
 NEVER_RETRY = -1
+# Not 0: a gRPC C-core client (1.84) that is told to retry after 0 ms never does, and waits for its deadline.
+RETRY_AT_ONCE = 1
 ABORT_SECONDS = 5.0
 
 
@@ -110,7 +112,7 @@ def queue_full(problem: str, retry_after: float) -> Failure:
         "QUEUE_FULL",
         problem,
         retry_after=retry_after,
-        pushback_ms=milliseconds(retry_after),
+        pushback_ms=max(RETRY_AT_ONCE, milliseconds(retry_after)),
     )
 
 
@@ -121,7 +123,7 @@ def deadline_unattainable(estimated: float, left: float) -> Failure:
         "DEADLINE_UNATTAINABLE",
         f"the first token is at least {estimated:.3f} s away, the deadline {left:.3f} s",
         metadata={"estimated_ms": str(milliseconds(estimated))},
-        pushback_ms=0,
+        pushback_ms=RETRY_AT_ONCE,
     )
 
 
@@ -143,7 +145,7 @@ def draining() -> Failure:
         "DRAINING",
         "this replica is draining; ask another one",
         retry_after=0.0,
-        pushback_ms=0,
+        pushback_ms=RETRY_AT_ONCE,
     )
 
 
@@ -167,7 +169,7 @@ def engine_died(instance_id: str) -> Failure:
         "ENGINE_DIED",
         "the engine stopped working",
         metadata={"instance_id": instance_id},
-        pushback_ms=0,
+        pushback_ms=RETRY_AT_ONCE,
     )
 
 

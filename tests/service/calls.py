@@ -6,7 +6,7 @@ import asyncio
 from collections import defaultdict
 from collections.abc import AsyncIterable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import grpc
 from google.rpc import error_details_pb2, status_pb2
@@ -16,6 +16,7 @@ from octavo.v1 import generation_pb2 as pb
 from tests.service.server import Running
 
 CALL_SECONDS = 10.0
+EOF: Any = grpc.aio.EOF  # type: ignore[attr-defined]  # missing in the stubs
 
 
 def start(text: str = "prompt", *, max_tokens: int | None = None, **fields: Any) -> pb.StartGeneration:
@@ -153,7 +154,8 @@ class Stream:
 
     def __init__(self, served: Running, **options: Any) -> None:
         options.setdefault("timeout", CALL_SECONDS)
-        self.call = served.generation.Generate(**options)
+        # The stub wants an iterator of requests; here they are written.
+        self.call = cast(Any, served.generation).Generate(**options)
         self.logs: Logs = defaultdict(RequestLog)
         self.messages: list[pb.GenerateResponse] = []
 
@@ -164,7 +166,7 @@ class Stream:
     async def read(self) -> bool:
         """One message into the logs; False at the end of the stream."""
         message = await self.call.read()
-        if message is aio.EOF:
+        if message is EOF:
             return False
         self.messages.append(message)
         for event in message.events:
@@ -186,7 +188,8 @@ class Stream:
         await self.call.done_writing()
         while await self.read():
             pass
-        return await self.call.code()
+        code: grpc.StatusCode = await self.call.code()
+        return code
 
 
 # --- statuses --------------------------------------------------------------------------------------------------------
@@ -210,7 +213,7 @@ class RichStatus:
     def reason(self) -> str:
         info = self.detail(error_details_pb2.ErrorInfo)
         assert info.domain == "octavo.v1"
-        return info.reason
+        return str(info.reason)
 
     @property
     def metadata(self) -> dict[str, str]:
@@ -223,7 +226,7 @@ class RichStatus:
     @property
     def retry_seconds(self) -> float:
         delay = self.detail(error_details_pb2.RetryInfo).retry_delay
-        return delay.seconds + delay.nanos / 1e9
+        return float(delay.seconds + delay.nanos / 1e9)
 
     @property
     def pushback_ms(self) -> int | None:
@@ -232,7 +235,8 @@ class RichStatus:
 
     @property
     def usage(self) -> pb.Usage:
-        return self.detail(pb.Usage)
+        usage: pb.Usage = self.detail(pb.Usage)
+        return usage
 
 
 DETAIL_TYPES = (
@@ -259,7 +263,8 @@ def _unpacked(details: Iterable[Any]) -> Iterable[Any]:
 
 def error_status(error: aio.AioRpcError) -> RichStatus:
     """Checks that code and message are those of the details, too."""
-    trailers = dict(error.trailing_metadata() or ())
+    trailing: Any = error.trailing_metadata()
+    trailers: dict[str, Any] = dict(trailing)
     status = status_pb2.Status.FromString(trailers["grpc-status-details-bin"])
     rich = rich_status(status)
     assert rich.code is error.code()
@@ -273,7 +278,7 @@ async def read_to_error(call: Any) -> tuple[list[Any], aio.AioRpcError]:
     messages: list[Any] = []
     try:
         async with asyncio.timeout(CALL_SECONDS):
-            while (message := await call.read()) is not aio.EOF:
+            while (message := await call.read()) is not EOF:
                 messages.append(message)
     except aio.AioRpcError as error:
         return messages, error

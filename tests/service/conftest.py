@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
 
@@ -12,3 +13,10 @@ async def served() -> AsyncIterator[Running]:
     """A server over a fresh scripted engine; afterwards the engine holds nothing."""
     async with running() as server:
         yield server
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Nothing here takes long: what hangs shows soon."""
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.timeout(60))

@@ -44,6 +44,7 @@ class Script:
     fail_after: int | None = None
     fail_kind: FailureKind = FailureKind.ENGINE_ERROR
     steps_before_first: int = 0
+    steps_per_token: int = 1
 
 
 @dataclass
@@ -258,7 +259,7 @@ class FakeEngineClient:
             live.events.append(RequestFailed(live.request.request_id, expired, "too late", usage=live.usage))
         elif live.running:
             live.steps += 1
-            if live.steps > live.script.steps_before_first:
+            if live.steps > live.script.steps_before_first and live.steps % live.script.steps_per_token == 0:
                 self._generate(live)
 
     def _expired(self, live: FakeRequest, now: float) -> FailureKind | None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from grpc import aio
 
 import service  # noqa: F401  # puts proto/ on the path
+from engine import EngineState
 from octavo.v1 import capacity_pb2_grpc, generation_pb2_grpc, tokenization_pb2_grpc
 from service.config import ServiceConfig
 from service.server import Server
@@ -45,6 +46,7 @@ class Running:
 async def running(
     engine: FakeEngineClient | None = None, config: ServiceConfig | None = None
 ) -> AsyncIterator[Running]:
+    """Serves until the block ends; then nothing may be live any more."""
     engine = engine or FakeEngineClient()
     config = replace(config or ServiceConfig(drain_grace=0.0), port=0)
     await engine.start()
@@ -53,6 +55,8 @@ async def running(
     try:
         async with aio.insecure_channel(server.address) as channel:
             yield Running(server, engine, channel)
+        await until(lambda: len(server.replica.live) == 0 == len(server.replica.streams))
+        assert engine.state is not EngineState.READY or engine.live_requests == 0
     finally:
         await server.stop()
 

@@ -11,6 +11,7 @@ from grpc import aio
 
 from octavo.v1 import capacity_pb2
 from service.config import ServiceConfig
+from service.status import RETRY_AT_ONCE
 from tests.service.calls import Stream, error_status, read_to_error, refusal, rich_status, start, start_message
 from tests.service.fake_engine import FakeEngineClient
 from tests.service.server import Running, running, until
@@ -59,7 +60,7 @@ async def test_new_requests_are_refused_on_new_calls_and_on_open_streams() -> No
         await until(lambda: served.server.replica.draining)
         status = await refusal(served, start())
         assert (status.code, status.reason) == (grpc.StatusCode.UNAVAILABLE, "DRAINING")
-        assert (status.retry_seconds, status.pushback_ms) == (0.0, 0)
+        assert (status.retry_seconds, status.pushback_ms) == (0.0, RETRY_AT_ONCE)
         await stream.send(start_message(request_id="late"))
         await stream.read_until_ended("late")
         assert rich_status(stream.logs["late"].failed.status).reason == "DRAINING"
@@ -83,7 +84,7 @@ async def test_drain_timeout_ends_what_still_runs_with_usage() -> None:
 async def test_drain_timeout_with_a_hung_engine_still_ends() -> None:
     async with running(config=replace(PATIENT, drain_timeout=0.1)) as served:
         stream = await busy_stream(served, None)
-        served.engine.cancel = lambda _: True  # type: ignore[method-assign]  # accepts, and never answers
+        served.engine.cancel = lambda request_id: True  # type: ignore[method-assign]  # accepts, and never answers
         served.engine.hang()
         await asyncio.wait_for(served.server.drain(), 15)
         status = error_status(await end_of(stream))
@@ -129,9 +130,11 @@ async def test_capacity_watch_sees_draining_and_gets_a_typed_end() -> None:
         request = capacity_pb2.WatchCapacityRequest()
         request.min_interval.FromMilliseconds(10)
         watch = served.capacity.WatchCapacity(request, timeout=20)
-        assert (await watch.read()).capacity.state == capacity_pb2.REPLICA_STATE_READY
+        reading = asyncio.create_task(read_to_error(watch))
+        await stream.read_until_tokens("a", 5)
         draining = asyncio.create_task(served.server.drain())
-        messages, error = await read_to_error(watch)
+        messages, error = await reading
+        assert messages[0].capacity.state == capacity_pb2.REPLICA_STATE_READY
         last = messages[-1].capacity
         assert (last.state, last.accepting) == (capacity_pb2.REPLICA_STATE_DRAINING, False)
         assert error_status(error).reason == "DRAINING"

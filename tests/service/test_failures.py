@@ -12,7 +12,7 @@ from grpc import aio
 from engine import EngineState
 from engine.types import FailureKind, RequestFailed, Usage
 from octavo.v1 import generation_pb2 as pb
-from service.status import from_engine
+from service.status import RETRY_AT_ONCE, from_engine
 from tests.service.calls import (
     Stream,
     error_status,
@@ -28,7 +28,9 @@ from tests.service.calls import (
 from tests.service.fake_engine import FakeEngineClient, Script
 from tests.service.server import Running, running, until
 
-TIGHT = {"max_num_seqs": 1, "max_queued_requests": 1}
+
+def tight_engine() -> FakeEngineClient:
+    return FakeEngineClient(max_num_seqs=1, max_queued_requests=1)
 
 
 async def bidi_error(stream: Stream) -> aio.AioRpcError:
@@ -51,7 +53,7 @@ async def fill(served: Running) -> Stream:
 
 
 async def test_queue_full_unary() -> None:
-    async with running(FakeEngineClient(**TIGHT)) as served:
+    async with running(tight_engine()) as served:
         stream = await fill(served)
         status = await refusal(served, start())
         assert status.code is grpc.StatusCode.RESOURCE_EXHAUSTED
@@ -83,7 +85,7 @@ async def test_queue_full_in_prompt_tokens() -> None:
 
 
 async def test_refused_first_start_fails_the_stream_so_that_clients_retry() -> None:
-    async with running(FakeEngineClient(**TIGHT)) as served:
+    async with running(tight_engine()) as served:
         holding = await fill(served)
         stream = Stream(served)
         await stream.send(start_message(request_id="a"))
@@ -95,7 +97,7 @@ async def test_refused_first_start_fails_the_stream_so_that_clients_retry() -> N
 
 
 async def test_refused_later_start_is_an_event() -> None:
-    async with running(FakeEngineClient(max_num_seqs=1, max_queued_requests=1)) as served:
+    async with running(tight_engine()) as served:
         stream = Stream(served)
         served.engine.step_delay = 0.01
         await stream.send(start_message(request_id="a"))
@@ -118,7 +120,7 @@ async def test_grpc_retries_by_itself_until_there_is_room() -> None:
     """With a retry policy in its channel a client never sees the refusal of a full queue."""
     from service.client import Client, prompt_request
 
-    async with running(FakeEngineClient(**TIGHT)) as served:
+    async with running(tight_engine()) as served:
         holding = await fill(served)
         async with Client(served.server.address) as client:
 
@@ -146,7 +148,7 @@ async def test_deadline_unattainable(served: Running) -> None:
     assert status.code is grpc.StatusCode.RESOURCE_EXHAUSTED
     assert status.reason == "DEADLINE_UNATTAINABLE"
     assert int(status.metadata["estimated_ms"]) >= 10_000
-    assert status.pushback_ms == 0
+    assert status.pushback_ms == RETRY_AT_ONCE
     assert served.engine.submitted == []
 
 
@@ -237,13 +239,17 @@ async def test_engine_death_before_output_allows_a_retry(served: Running) -> Non
     await until(lambda: served.engine.live_requests == 1)
     served.engine.die()
     status = await calling
-    assert (status.code, status.reason, status.pushback_ms) == (grpc.StatusCode.UNAVAILABLE, "ENGINE_DIED", 0)
+    assert (status.code, status.reason, status.pushback_ms) == (
+        grpc.StatusCode.UNAVAILABLE,
+        "ENGINE_DIED",
+        RETRY_AT_ONCE,
+    )
 
 
 async def test_engine_death_after_output_forbids_one(served: Running) -> None:
     served.engine.step_delay = 0.005
     call = served.generation.GenerateStream(pb.GenerateStreamRequest(start=start()), timeout=10)
-    assert (await call.read()).events
+    await call.read()
     served.engine.die()
     status = error_status((await read_to_error(call))[1])
     assert (status.reason, status.pushback_ms) == ("ENGINE_DIED", -1)
@@ -306,7 +312,8 @@ async def test_empty_action_ends_the_stream(served: Running) -> None:
 
 
 async def test_garbage_bytes_end_only_their_own_call(served: Running) -> None:
-    call = served.channel.unary_unary("/octavo.v1.GenerationService/GenerateUnary")(b"\xff\xff\xff", timeout=5)
+    method = served.channel.unary_unary("/octavo.v1.GenerationService/GenerateUnary", None, None)
+    call = method(b"\xff\xff\xff", timeout=5)
     with pytest.raises(aio.AioRpcError) as error:
         await call
     assert error.value.code() is not grpc.StatusCode.OK

@@ -34,7 +34,7 @@ def method(served: Running, name: str) -> Any:
 
 
 async def check(served: Running, service: str = GENERATION_SERVICE) -> int:
-    return (await method(served, "Check")(MESSAGES.CheckRequest(service=service), timeout=5)).status
+    return (await method(served, "Check")(MESSAGES.CheckRequest(service=service), timeout=5)).status  # type: ignore[no-any-return]
 
 
 async def until_status(served: Running, status: int) -> None:
@@ -152,7 +152,7 @@ async def test_health_answers_while_a_long_prompt_is_tokenized(served: Running) 
     go_on = threading.Event()
     replica = served.server.replica
     replica.max_prompt_bytes = 10**9
-    replica.tokenizer.encode = lambda *_: go_on.wait(10) and [1]  # type: ignore[method-assign,assignment,return-value]
+    replica.tokenizer.encode = lambda *_: go_on.wait(10) and [1]  # type: ignore[method-assign,assignment]
     stream = Stream(served)
     await stream.send(pb.GenerateRequest(start=pb.StartGeneration(text="x" * 100_000, request_id="a")))
     await until(lambda: len(replica.live) == 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import grpc
 from grpc import aio
@@ -109,7 +110,7 @@ async def test_reading_client_gets_all_of_a_long_output() -> None:
 # --- acknowledge window ----------------------------------------------------------------------------------------------
 
 
-def windowed(window: int, request_id: str = "a", **fields: int) -> pb.GenerateRequest:
+def windowed(window: int, request_id: str = "a", **fields: Any) -> pb.GenerateRequest:
     output = pb.OutputOptions(token_ids=True, unacknowledged_token_window=window)
     return start_message(request_id=request_id, output=output, **fields)
 

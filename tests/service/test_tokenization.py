@@ -65,8 +65,9 @@ async def test_bad_input_is_named(served: Running, path: str, fields: dict[str, 
 
 
 async def test_detokenize(served: Running) -> None:
-    async def text(ids: list[int], **fields: bool) -> pb.DetokenizeResponse:
-        return await served.tokenization.Detokenize(pb.DetokenizeRequest(token_ids=ids, **fields), timeout=5)
+    async def text(ids: list[int], skip_special_tokens: bool | None = None) -> pb.DetokenizeResponse:
+        request = pb.DetokenizeRequest(token_ids=ids, skip_special_tokens=skip_special_tokens)
+        return await served.tokenization.Detokenize(request, timeout=5)
 
     assert (await text([97, 0xC3, 0xA9])).text == "aé"
     broken = await text([97, 0xC3])

@@ -41,7 +41,7 @@ def chat(**fields: Any) -> dict[str, Any]:
 
 HELLO = pb.ChatMessage(role="user", content="hello")
 
-INVALID = [
+INVALID: list[tuple[str, dict[str, Any]]] = [
     ("start.text", {"text": ""}),
     ("start.token_ids", {"token_ids": pb.TokenIds()}),
     ("start.token_ids.ids[1]", {"token_ids": pb.TokenIds(ids=[1, VOCABULARY])}),
@@ -90,7 +90,7 @@ INVALID = [
     ("start.scheduling.queue_timeout", scheduling(queue_timeout=Duration(seconds=1, nanos=2_000_000_000))),
 ]
 
-UNSUPPORTED = [
+UNSUPPORTED: list[tuple[str, dict[str, Any]]] = [
     ("start.structured_output", {"structured_output": pb.StructuredOutput(regex="a*")}),
     ("start.structured_output", {"structured_output": pb.StructuredOutput()}),
     ("start.sampling.repetition_penalty", sampling(repetition_penalty=1.1)),

@@ -1,0 +1,280 @@
+"""The command line and the process: flags, exit codes, signals, what is printed."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+import service.serve
+from engine import AllocatorKind, Device, EngineConfig, LoadFormat
+from engine.config import PreemptionMode
+from service.__main__ import app
+from service.__main__ import serve as octavo_serve
+from service.client import Client, chat_request, prompt_request
+from service.config import ServiceConfig
+from tests.service.process import ROOT, Process, run_command, server_process
+from tests.service.server import free_port
+
+Parse = Callable[..., tuple[EngineConfig, ServiceConfig, bool]]
+FAKE = ("-m", "tests.service.fake_server")
+
+
+async def octavo(*arguments: str, **env: str) -> tuple[int, str, str]:
+    return await run_command(sys.executable, "-m", "service", *arguments, env=env)
+
+
+@pytest.fixture
+def parsed(monkeypatch: pytest.MonkeyPatch) -> Parse:
+    """Runs `serve` with flags and environment up to where it would start; gives what it would start with."""
+
+    def parse(*arguments: str, **env: str) -> tuple[EngineConfig, ServiceConfig, bool]:
+        seen: list[tuple[EngineConfig, ServiceConfig, bool]] = []
+
+        def serve(engine: EngineConfig, config: ServiceConfig, *, in_process_engine: bool) -> int:
+            seen.append((engine, config, in_process_engine))
+            return 0
+
+        monkeypatch.setattr(service.serve, "serve", serve)
+        monkeypatch.setattr(service.serve, "run", lambda main: main())
+        result = CliRunner().invoke(app, ["serve", *arguments], env=env)
+        assert result.exit_code == 0, result.output
+        return seen[0]
+
+    return parse
+
+
+def test_defaults(parsed: Parse) -> None:
+    engine, config, in_process = parsed("--model", "demo")
+    assert engine == EngineConfig()
+    assert config == ServiceConfig(metrics_port=9464)
+    assert not in_process
+
+
+def test_flags_reach_the_configuration(parsed: Parse) -> None:
+    engine, config, in_process = parsed(
+        *(
+            "--model",
+            "m",
+            "--served-model-name",
+            "n",
+            "--device",
+            "cpu",
+            "--dtype",
+            "float32",
+            "--load-format",
+            "dummy",
+        ),
+        *("--max-model-len", "99", "--max-num-seqs", "3", "--max-num-batched-tokens", "77", "--block-size", "8"),
+        *("--kv-cache-tokens", "640", "--gpu-memory-utilization", "0.5", "--swap-space-gib", "1.5"),
+        *(
+            "--no-enable-prefix-caching",
+            "--preemption-mode",
+            "recompute",
+            "--allocator",
+            "checked",
+            "--max-queued-requests",
+            "5",
+        ),
+        *("--max-queued-tokens", "6", "--enforce-eager", "--seed", "4", "--num-threads", "2"),
+        *("--host", "::1", "--port", "1234", "--metrics-port", "0", "--drain-timeout", "7", "--drain-grace", "0.25"),
+        "--in-process-engine",
+    )
+    assert engine == EngineConfig(
+        model="m",
+        served_model_name="n",
+        device=Device.CPU,
+        dtype="float32",
+        load_format=LoadFormat.DUMMY,
+        max_model_len=99,
+        max_num_seqs=3,
+        max_num_batched_tokens=77,
+        block_size=8,
+        kv_cache_tokens=640,
+        gpu_memory_utilization=0.5,
+        swap_space_gib=1.5,
+        enable_prefix_caching=False,
+        preemption_mode=PreemptionMode.RECOMPUTE,
+        allocator=AllocatorKind.CHECKED,
+        max_queued_requests=5,
+        max_queued_tokens=6,
+        enforce_eager=True,
+        seed=4,
+        num_threads=2,
+    )
+    assert config == ServiceConfig(host="::1", port=1234, metrics_port=None, drain_timeout=7.0, drain_grace=0.25)
+    assert in_process
+
+
+def test_every_flag_has_an_environment_variable(
+    parsed: Parse,
+) -> None:
+    engine, config, _ = parsed(
+        OCTAVO_MODEL="m", OCTAVO_MAX_NUM_SEQS="5", OCTAVO_PORT="77", OCTAVO_ENABLE_PREFIX_CACHING="0"
+    )
+    assert (engine.model, engine.max_num_seqs, engine.enable_prefix_caching, config.port) == ("m", 5, False, 77)
+    for command in typer.main.get_command(app).commands.values():  # type: ignore[attr-defined]
+        for option in command.params:
+            if option.param_type_name == "option":
+                flag = option.opts[0].removeprefix("--").replace("-", "_").upper()
+                assert option.envvar == f"OCTAVO_{flag}"
+
+
+def test_every_engine_setting_has_a_flag() -> None:
+    parameters = inspect.signature(octavo_serve).parameters
+    assert set(EngineConfig.__struct_fields__) <= set(parameters)
+
+
+@pytest.mark.parametrize("name", ["/nowhere/model", "no-such-hub/model"])
+async def test_unknown_model_is_one_line_and_exit_code_2(name: str) -> None:
+    port = free_port()
+    code, out, err = await octavo("serve", "--model", name, "--port", str(port))
+    assert code == 2
+    assert out == ""
+    assert len(err.splitlines()) == 1
+    assert name in err
+
+
+async def test_bad_flag_value_is_exit_code_2() -> None:
+    code, _, err = await octavo("serve", "--model", "demo", "--max-num-seqs", "0")
+    assert code == 2
+    assert "--max-num-seqs" in err
+
+
+async def test_taken_port_is_one_line() -> None:
+    async with server_process(*FAKE) as server:
+        port = server.address.rpartition(":")[2]
+        code, _, err = await run_command(sys.executable, *FAKE, port)
+        assert code == 2
+        assert [line for line in err.splitlines() if "cannot listen" in line]
+
+
+async def test_ready_line_says_where_and_what() -> None:
+    async with server_process(*FAKE) as server:
+        assert "model fake" in server.ready_line
+        assert "16384 KV-cache tokens" in server.ready_line
+        assert "device fake" in server.ready_line
+
+
+# --- the end ---------------------------------------------------------------------------------------------------------
+
+
+async def start_slow(client: Client, max_tokens: int) -> asyncio.Task[int]:
+    """A request that runs for a while; the task gives its number of tokens."""
+    started = asyncio.Event()
+
+    async def count() -> int:
+        tokens = 0
+        async for event in client.generate(prompt_request("slow", max_tokens=max_tokens)):
+            tokens += event.delta.token_count
+            started.set()
+        return tokens
+
+    task = asyncio.create_task(count())
+    await asyncio.wait_for(started.wait(), 10)
+    return task
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+async def test_signal_drains_and_exits_0(number: signal.Signals) -> None:
+    async with server_process(*FAKE) as server, Client(server.address) as client:
+        running = await start_slow(client, 20)
+        server.process.send_signal(number)
+        assert await asyncio.wait_for(running, 15) == 20
+        assert await server.end() == 0
+
+
+async def test_second_signal_ends_at_once_and_exits_0() -> None:
+    async with server_process(*FAKE) as server, Client(server.address) as client:
+        running = await start_slow(client, 10_000)
+        server.process.send_signal(signal.SIGTERM)
+        await until_logged(server, "draining")
+        server.process.send_signal(signal.SIGTERM)
+        assert await server.end() == 0
+        result = (await asyncio.gather(running, return_exceptions=True))[0]
+        assert getattr(result, "reason", None) == "DRAIN_TIMEOUT"
+
+
+async def until_logged(server: Process, message: str) -> None:
+    async with asyncio.timeout(10):
+        while not any(json.loads(line).get("message") == message for line in server.log):
+            await asyncio.sleep(0.01)
+
+
+async def test_logs_are_json_with_request_ids_and_without_text() -> None:
+    async with server_process(*FAKE) as server, Client(server.address) as client:
+        start = chat_request([("user", "a secret sentence")], max_tokens=8)
+        start.request_id = "client-7"
+        events = [event async for event in client.generate(start)]
+        os.kill(server.process.pid, signal.SIGTERM)
+        assert await server.end() == 0
+        lines = [json.loads(line) for line in server.log]
+        (ended,) = [line for line in lines if line["message"] == "request ended"]
+        assert ended["client_request_id"] == "client-7"
+        assert ended["request_id"] == events[0].admitted.engine_request_id
+        assert (ended["outcome"], ended["completion_tokens"]) == ("finished", 8)
+        log = "\n".join(server.log)
+        assert "secret" not in log
+        assert "abcdefgh" not in log
+
+
+# --- clients ---------------------------------------------------------------------------------------------------------
+
+
+async def test_generate_streams_and_prints_figures() -> None:
+    async with server_process(*FAKE) as server:
+        code, out, _ = await octavo("generate", "hello", "--address", server.address, "--max-tokens", "6")
+        assert code == 0
+        assert out.startswith("abcdef\n")
+        assert "TTFT" in out
+        assert "tokens/s" in out
+        assert "max_tokens" in out
+
+
+async def test_generate_json() -> None:
+    async with server_process(*FAKE) as server:
+        address = ("--address", server.address)
+        code, out, _ = await octavo("generate", "hello", *address, "--max-tokens", "6", "--json", "--chat")
+        assert code == 0
+        result = json.loads(out)
+        assert (result["text"], result["finish_reason"], result["completion_tokens"]) == ("abcdef", "max_tokens", 6)
+        assert result["prompt_tokens"] > 5
+
+
+async def test_capacity_once_as_table_and_as_json() -> None:
+    async with server_process(*FAKE) as server:
+        code, out, _ = await octavo("capacity", "--address", server.address)
+        assert code == 0
+        assert "running requests" in out
+        code, out, _ = await octavo("capacity", "--address", server.address, "--json")
+        assert json.loads(out)["limits"]["kv_total_blocks"] == "1024"
+
+
+async def test_capacity_watch_follows_until_the_server_drains() -> None:
+    async with server_process(*FAKE) as server:
+        pipe = asyncio.subprocess.PIPE
+        command = (sys.executable, "-m", "service", "capacity", "--watch", "--address", server.address)
+        watching = await asyncio.create_subprocess_exec(*command, cwd=ROOT, stdout=pipe, stderr=pipe)
+        assert watching.stdout is not None
+        first = (await asyncio.wait_for(watching.stdout.readline(), 15)).decode()
+        assert "ready running 0 queued 0" in first
+        server.process.send_signal(signal.SIGTERM)
+        out, err = await asyncio.wait_for(watching.communicate(), 15)
+        assert "draining running 0" in out.decode()
+        assert watching.returncode == 1
+        assert "DRAINING" in err.decode()
+
+
+async def test_client_without_a_server_is_one_line() -> None:
+    code, _, err = await octavo("generate", "x", "--address", f"127.0.0.1:{free_port()}")
+    assert code == 1
+    assert len(err.strip().splitlines()) == 1
+    assert "UNAVAILABLE" in err

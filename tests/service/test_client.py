@@ -1,0 +1,101 @@
+"""The typed Python client."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import aclosing
+
+import grpc
+import pytest
+
+from engine import EngineState
+from octavo.v1 import generation_pb2 as pb
+from service.client import Client, GenerationError, chat_request, prompt_request
+from tests.service.fake_engine import Script
+from tests.service.server import Running, until
+
+
+async def text(client: Client, start: pb.StartGeneration) -> str:
+    return "".join([event.delta.text async for event in client.generate(start)])
+
+
+async def test_generate(served: Running) -> None:
+    async with Client(served.server.address) as client:
+        assert await text(client, prompt_request("x", max_tokens=4)) == "abcd"
+        assert await text(client, chat_request([("user", "x")], max_tokens=2)) == "ab"
+        greedy = pb.SamplingParameters(temperature=0.0)
+        assert await text(client, prompt_request("x", max_tokens=1, sampling=greedy)) == "a"
+    assert served.engine.submitted[-1].sampling.temperature == 0.0
+
+
+async def test_session_multiplexes(served: Running) -> None:
+    served.engine.step_delay = 0.002
+    async with Client(served.server.address) as client, client.session() as session:
+
+        async def one(tokens: int) -> str:
+            events = session.generate(prompt_request("x", max_tokens=tokens))
+            return "".join([event.delta.text async for event in events])
+
+        texts = await asyncio.wait_for(asyncio.gather(*map(one, range(1, 9))), 10)
+        assert texts == ["abcdefgh"[:tokens] for tokens in range(1, 9)]
+
+
+async def test_failure_of_a_request_is_raised_with_its_usage(served: Running) -> None:
+    served.engine.plan = lambda _: Script(fail_after=2)
+    async with Client(served.server.address) as client, client.session() as session:
+        with pytest.raises(GenerationError) as error:
+            [_ async for _ in session.generate(prompt_request("x"))]
+        assert (error.value.code, error.value.reason) == (grpc.StatusCode.INTERNAL, "ENGINE_ERROR")
+        assert error.value.usage.completion_tokens == 2
+        served.engine.plan = lambda _: Script()
+        assert [e async for e in session.generate(prompt_request("x", max_tokens=1))], "the session goes on"
+
+
+async def test_failure_of_the_rpc_is_raised_with_its_reason(served: Running) -> None:
+    served.engine.die()
+    async with Client(served.server.address) as client:
+        with pytest.raises(GenerationError) as error:
+            await text(client, prompt_request("x"))
+        assert (error.value.code, error.value.reason) == (grpc.StatusCode.UNAVAILABLE, "ENGINE_DIED")
+
+
+async def test_retries_until_the_engine_is_ready(served: Running) -> None:
+    served.engine.set_state(EngineState.STARTING)
+    async with Client(served.server.address) as client:
+        asking = asyncio.create_task(text(client, prompt_request("x", max_tokens=3)))
+        await until(lambda: served.server.replica.metrics.outcomes("ENGINE_STARTING") == 1)
+        served.engine.set_state(EngineState.READY)
+        assert await asyncio.wait_for(asking, 10) == "abc"
+
+
+async def test_leaving_the_iteration_cancels_the_request(served: Running) -> None:
+    served.engine.step_delay = 0.005
+    async with Client(served.server.address) as client, client.session() as session:
+        async with aclosing(session.generate(prompt_request("x"))) as events:  # type: ignore[type-var]
+            async for event in events:
+                if event.HasField("delta"):
+                    break
+        await until(lambda: served.engine.live_requests == 0)
+        assert [e async for e in session.generate(prompt_request("x", max_tokens=1))]
+
+
+async def test_cancel_acknowledge_and_capacity(served: Running) -> None:
+    served.engine.step_delay = 0.005
+    async with Client(served.server.address) as client, client.session() as session:
+        start = prompt_request("x")
+        start.request_id = "mine"
+        start.output.unacknowledged_token_window = 2
+        last = None
+        async for event in session.generate(start):
+            last = event
+            if event.HasField("delta"):
+                received = event.delta.token_offset + event.delta.token_count
+                if received >= 6:
+                    await session.cancel("mine")
+                await session.acknowledge("mine", received)
+        assert last is not None
+        assert last.HasField("finished")
+        assert await client.cancel("mine") == []
+        assert (await client.capacity()).accepting
+        async with aclosing(client.watch_capacity()) as watch:  # type: ignore[type-var]
+            assert (await anext(watch)).instance_id == "fake-1"
