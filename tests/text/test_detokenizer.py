@@ -6,7 +6,7 @@ import random
 from collections.abc import Iterator
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.errors import ConfigurationError
@@ -51,6 +51,7 @@ def test_ten_thousand_random_sequences(kind: str) -> None:
         assert broken > 1000  # the sequences must reach invalid bytes
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, 520), max_size=40), st.sampled_from(KINDS), st.data())
 def test_any_cut_into_pushes(ids: list[int], kind: str, data: st.DataObject) -> None:
     stream = IncrementalDetokenizer(tokenizer(kind), skip_special_tokens=False)

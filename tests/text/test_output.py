@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.text.decoding import BYTE_ALPHABET
@@ -57,6 +57,7 @@ def bytes_ids(text: str) -> list[int]:
     return [token_id for token_id in ids if token_id is not None]
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, 520), max_size=40), st.integers(1, 6), st.sampled_from(KINDS), st.booleans())
 def test_without_stops_everything_arrives(ids: list[int], size: int, kind: str, skip: bool) -> None:
     tok = tokenizer(kind)
@@ -76,6 +77,7 @@ def test_real_text_whole_code_points(kind: str, text: str) -> None:
         assert delta.text.encode().decode() == delta.text
 
 
+@settings(deadline=None)
 @given(
     st.text("abcd ef", max_size=30),
     st.lists(st.text("abcd ", min_size=1, max_size=5), min_size=1, max_size=3),

@@ -168,6 +168,15 @@ class TestDirectory:
         path = write_tokenizer(tmp_path)
         assert_same(Tokenizer.from_directory(path), transformers.AutoTokenizer.from_pretrained(path))
 
+    @pytest.mark.parametrize("metaspace", [True, False])
+    def test_sentencepiece(self, metaspace: bool, tmp_path: Path) -> None:
+        transformers.PreTrainedTokenizerFast(
+            tokenizer_object=sentencepiece_tokenizer(metaspace), bos_token="<s>", eos_token="</s>", unk_token="<unk>"
+        ).save_pretrained(tmp_path)
+        ours = Tokenizer.from_directory(tmp_path)
+        assert_same(ours, transformers.AutoTokenizer.from_pretrained(tmp_path))
+        assert (ours.bos_token_id, ours.eos_token_ids) == (1, {2})
+
     def test_bos_added_by_the_tokenizer(self, tmp_path: Path) -> None:
         path = write_tokenizer(tmp_path, add_bos=True)
         assert_same(Tokenizer.from_directory(path), transformers.AutoTokenizer.from_pretrained(path))
