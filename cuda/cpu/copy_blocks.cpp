@@ -2,8 +2,8 @@
 
 #include <cstring>
 
-#include "cpu/element.h"
 #include "cpu/thread_pool.h"
+#include "octavo/error.h"
 
 namespace octavo::cpu {
 

@@ -1,15 +1,11 @@
 // Chooses, once, the widest instruction set that this CPU has, and sends each op to the kernels compiled for it.
+#include "cpu/dispatch.h"
+
 #include <atomic>
 #include <string>
 
 #include "octavo/error.h"
 #include "octavo/instruction_set.h"
-#include "octavo/linear.h"
-
-#define OCTAVO_DECLARE_KERNELS(isa) \
-  namespace octavo::cpu::isa {      \
-  void linear(const LinearArgs&);   \
-  }
 
 OCTAVO_DECLARE_KERNELS(generic)
 #if defined(__x86_64__)
@@ -20,13 +16,8 @@ OCTAVO_DECLARE_KERNELS(avx512)
 namespace octavo::cpu {
 namespace {
 
-struct Kernels {
-  const char* name;
-  void (*linear)(const LinearArgs&);
-};
-
 #define OCTAVO_KERNELS(isa) \
-  Kernels { #isa, isa::linear }
+  Kernels { #isa, isa::linear, isa::paged_attention, isa::rms_norm, isa::silu_mul, isa::write_kv }
 
 bool supported(const std::string& name) {
 #if defined(__x86_64__)
@@ -52,20 +43,20 @@ const Kernels kAll[] = {
 
 const Kernels* widest() {
   for (const Kernels& kernels : kAll) {
-    if (supported(kernels.name)) return &kernels;
+    if (supported(kernels.instruction_set)) return &kernels;
   }
   return nullptr;  // not reached: generic is always supported
 }
 
 std::atomic<const Kernels*> chosen = widest();
 
-const Kernels& kernels() { return *chosen.load(std::memory_order_relaxed); }
-
 }  // namespace
+
+const Kernels& kernels() { return *chosen.load(std::memory_order_relaxed); }
 
 void set_instruction_set(const std::string& name) {
   for (const Kernels& candidate : kAll) {
-    if (candidate.name == name && supported(name)) {
+    if (candidate.instruction_set == name && supported(name)) {
       chosen = &candidate;
       return;
     }
@@ -73,16 +64,20 @@ void set_instruction_set(const std::string& name) {
   throw OpError("instruction set " + name + " is not one that this build and this CPU have");
 }
 
-std::string instruction_set() { return kernels().name; }
+std::string instruction_set() { return kernels().instruction_set; }
 
 std::vector<std::string> instruction_sets() {
   std::vector<std::string> names;
   for (const Kernels& candidate : kAll) {
-    if (supported(candidate.name)) names.emplace_back(candidate.name);
+    if (supported(candidate.instruction_set)) names.emplace_back(candidate.instruction_set);
   }
   return names;
 }
 
 void linear(const LinearArgs& args) { kernels().linear(args); }
+void rms_norm(const RmsNormArgs& args) { kernels().rms_norm(args); }
+void silu_mul(const SiluMulArgs& args) { kernels().silu_mul(args); }
+
+void refuse_float16() { throw OpError("the CPU ops take float32 and bfloat16, not float16"); }
 
 }  // namespace octavo::cpu

@@ -4,7 +4,6 @@
 #include <bit>
 #include <cstdint>
 
-#include "octavo/error.h"
 #include "octavo/tensor.h"
 
 namespace octavo::cpu {
@@ -23,6 +22,8 @@ inline void store(BFloat16& place, float value) {
   place.bits = static_cast<uint16_t>(nan ? (bits >> 16) | 0x40u : (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
 }
 
+[[noreturn]] void refuse_float16();  // throws OpError
+
 // Calls f(float{}) or f(BFloat16{}).
 template <class F>
 void with_element(DType dtype, const F& f) {
@@ -34,7 +35,7 @@ void with_element(DType dtype, const F& f) {
     case DType::kFloat16:
       break;
   }
-  throw OpError("the CPU ops take float32 and bfloat16, not float16");
+  refuse_float16();
 }
 
 }  // namespace octavo::cpu

@@ -5,7 +5,7 @@
 
 namespace octavo::cpu {
 
-enum class Scratch { kActivations, kWeights, kQueries, kSums, kScores, kCount };
+enum class Scratch { kActivations, kWeights, kQueries, kSums, kScores, kRowState, kCount };
 
 // At least `count` floats, 64-byte aligned, with undefined content; valid until this thread asks for the same use
 // again.

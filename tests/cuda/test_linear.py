@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import gguf
@@ -17,12 +16,7 @@ BLOCK_TYPES = ["Q4_0", "Q4_1", "Q8_0"]
 FORMATS = ["float32", "bfloat16", *BLOCK_TYPES]
 
 
-@pytest.fixture(params=_runtime.instruction_sets(), autouse=True)
-def instruction_set(request: pytest.FixtureRequest) -> Iterator[str]:
-    before = _runtime.instruction_set()
-    _runtime.set_instruction_set(request.param)
-    yield request.param
-    _runtime.set_instruction_set(before)
+pytestmark = pytest.mark.usefixtures("instruction_set")
 
 
 class Weight:

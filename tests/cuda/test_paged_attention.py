@@ -15,12 +15,18 @@ DECODE = [1, 15, 16, 17, 0, 100, 33, 700]
 PREFILL = [(5, 5), (40, 40), (64, 16), (100, 37), (17, 1), (0, 0), (300, 130)]
 
 
+def workspace_for(batch: RaggedBatch) -> torch.Tensor | None:
+    if not batch.query.is_cuda:
+        return None
+    _, heads, head_dim = batch.query.shape
+    size = ops.paged_attention_workspace_bytes(len(batch.context_lens), heads, batch.kv_pool.shape[3], head_dim)
+    return torch.zeros(size, dtype=torch.uint8, device=batch.query.device)
+
+
 def attend(batch: RaggedBatch, layer: int = 1, workspace: torch.Tensor | None = None) -> torch.Tensor:
     out = torch.full_like(batch.query, float("nan"))
-    if batch.query.is_cuda and workspace is None:
-        heads, kv_heads = batch.query.shape[1], batch.kv_pool.shape[3]
-        size = ops.paged_attention_workspace_bytes(len(batch.context_lens), heads, kv_heads, batch.query.shape[2])
-        workspace = torch.zeros(size, dtype=torch.uint8, device=batch.query.device)
+    if workspace is None:
+        workspace = workspace_for(batch)
     ops.paged_attention(
         out,
         batch.query,
@@ -104,6 +110,7 @@ def test_large_scores_do_not_overflow(device: torch.device) -> None:
     np.testing.assert_allclose(float64(attend(batch)), expected(batch), atol=8e-3, rtol=8e-3)
 
 
+@pytest.mark.usefixtures("instruction_set")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_row_does_not_depend_on_its_company_or_chunk(dtype: torch.dtype) -> None:
     """Alone, batched, in one chunk or as the last token of a long one: the same bits."""
@@ -140,9 +147,10 @@ def test_what_does_not_fit_is_refused(device: torch.device) -> None:
         "context_lens must be int32": {"context_lens": batch.context_lens.long()},
         "kv_pool must be contiguous": {"kv_pool": batch.kv_pool[..., :32]},
     }
+    workspace = workspace_for(batch)
     for message, change in wrong.items():
         with pytest.raises(_runtime.OpError, match=message):
-            attend(RaggedBatch(**{**vars(batch), **change}))
+            attend(RaggedBatch(**{**vars(batch), **change}), workspace=workspace)
     with pytest.raises(_runtime.OpError, match="kv_pool has no layer 2"):
         attend(batch, layer=2)
 

@@ -8,7 +8,7 @@ import torch
 from numpy.typing import NDArray
 
 from engine import _runtime, ops
-from engine.run.philox import philox_words
+from tests.run.philox import philox_words
 
 VOCAB = 5003  # neither a multiple of 8 nor of 4
 
