@@ -12,14 +12,14 @@ from typing import Any
 from google.protobuf import duration_pb2
 from google.protobuf.internal.containers import RepeatedCompositeFieldContainer
 
-from engine.text.tokenizer import Tokenizer
-from engine.types import (
+from engine import (
     CandidateFinish,
     EngineInfo,
     EngineStats,
     SamplingParameters,
     StopCriteria,
     Timing,
+    Tokenizer,
     TokenLogprob,
     Usage,
 )

@@ -6,8 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 
-from engine import EngineDiedError, InvalidRequestError
-from engine.types import GenerationRequest
+from engine import EngineDiedError, GenerationRequest, InvalidRequestError
 from service import convert
 from service.admission import Admission
 from service.live import LiveRequest

@@ -17,7 +17,7 @@ from prometheus_client.core import (
     Metric,
 )
 
-from engine.types import EngineInfo, EngineStats, Timing, Usage
+from engine import EngineInfo, EngineStats, Timing, Usage
 from service.status import Failure
 
 SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 120, 300, 600)

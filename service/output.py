@@ -10,16 +10,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from engine.text.output import Delta, OutputText
-from engine.text.tokenizer import Tokenizer
-from engine.types import (
+from engine import (
     Admitted,
     CandidateFinish,
+    Delta,
     Event,
     FinishReason,
+    OutputText,
     RequestFailed,
     RequestFinished,
     Timing,
+    Tokenizer,
     TokenLogprob,
     TokensGenerated,
     Usage,

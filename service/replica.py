@@ -10,9 +10,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
-from engine import EngineClient, EngineState
-from engine.text.tokenizer import Tokenizer
-from engine.types import EngineInfo, EngineStats
+from engine import EngineClient, EngineInfo, EngineState, EngineStats, Tokenizer
 from service.config import ServiceConfig
 from service.convert import ServedModel
 from service.live import LiveRequests, OpenStreams

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from engine.types import SamplingParameters, StopCriteria
+from engine import SamplingParameters, StopCriteria
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,9 +9,16 @@ import signal
 import sys
 from collections.abc import Callable
 
-from engine import ConfigurationError, EngineClient, EngineConfig, EngineError, create_engine_client
-from engine.text.tokenizer import Tokenizer
-from engine.types import EngineInfo
+from engine import (
+    ConfigurationError,
+    EngineClient,
+    EngineConfig,
+    EngineError,
+    EngineInfo,
+    Tokenizer,
+    create_engine_client,
+    load_tokenizer,
+)
 from service.config import ServiceConfig
 from service.server import Server
 
@@ -42,7 +49,7 @@ async def serve(engine_config: EngineConfig, service_config: ServiceConfig, *, i
     """Serves until SIGTERM or SIGINT; returns the exit code. What cannot be served is one line on standard error,
     before any port is opened."""
     try:
-        tokenizer = await asyncio.to_thread(Tokenizer.load, engine_config.model)
+        tokenizer = await asyncio.to_thread(load_tokenizer, engine_config.model)
     except ConfigurationError as error:
         return _fail(str(error), EXIT_CONFIGURATION)
     engine = create_engine_client(engine_config, in_process=in_process_engine, progress=_progress)

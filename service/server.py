@@ -10,8 +10,7 @@ from wsgiref.simple_server import WSGIServer
 
 from grpc import aio
 
-from engine import EngineClient
-from engine.text.tokenizer import Tokenizer
+from engine import EngineClient, Tokenizer
 from octavo.v1 import capacity_pb2_grpc, generation_pb2_grpc, tokenization_pb2_grpc
 from service.capacity import CapacityService
 from service.config import ServiceConfig

@@ -14,7 +14,7 @@ from google.protobuf import duration_pb2, message
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 from grpc import aio
 
-from engine.types import FailureKind, RequestFailed, Usage
+from engine import FailureKind, RequestFailed, Usage
 from octavo.v1 import generation_pb2
 
 LOGGER = logging.getLogger(__name__)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
-from engine.text.tokenizer import Tokenizer
+from engine import Tokenizer
 
 IM_START = 256
 IM_END = 257

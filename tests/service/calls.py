@@ -142,7 +142,7 @@ async def run_unary(served: Running, request: pb.StartGeneration, **options: Any
 
 async def run_bidi(served: Running, *requests: pb.GenerateRequest) -> Logs:
     """Sends all, closes the send side, reads to the end."""
-    call = served.generation.Generate(timeout=CALL_SECONDS)
+    call = cast(Any, served.generation).Generate(timeout=CALL_SECONDS)
     for request in requests:
         await call.write(request)
     await call.done_writing()

@@ -11,13 +11,15 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from engine import EngineDiedError, EngineState, EventSink
-from engine.types import (
+from engine import (
     Admitted,
     CandidateFinish,
+    EngineDiedError,
     EngineInfo,
+    EngineState,
     EngineStats,
     Event,
+    EventSink,
     FailureKind,
     FinishReason,
     GenerationRequest,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 
-from engine.types import GenerationRequest
+from engine import GenerationRequest
 from service.config import ServiceConfig
 from service.logs import configure_logs
 from service.serve import run, serve_engine

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from engine import types
-from engine.types import FinishReason
+from engine import FinishReason, types
 from octavo.v1 import generation_pb2 as pb
 from tests.service.byte_tokenizer import IM_END, byte_tokenizer
 from tests.service.calls import run_bidi, run_stream, run_unary, start, start_message

@@ -9,8 +9,7 @@ import pytest
 from google.protobuf.duration_pb2 import Duration
 from grpc import aio
 
-from engine import EngineState
-from engine.types import FailureKind, RequestFailed, Usage
+from engine import EngineState, FailureKind, RequestFailed, Usage
 from octavo.v1 import generation_pb2 as pb
 from service.status import RETRY_AT_ONCE, from_engine
 from tests.service.calls import (

@@ -10,7 +10,7 @@ import pytest
 from google.protobuf.duration_pb2 import Duration
 from google.rpc import error_details_pb2
 
-from engine.types import SamplingParameters
+from engine import SamplingParameters
 from octavo.v1 import generation_pb2 as pb
 from tests.service.calls import refusal, rich_status, run_bidi, run_stream, start, start_message
 from tests.service.fake_engine import FakeEngineClient
