@@ -116,9 +116,7 @@ def sentencepiece_tokenizer(metaspace: bool = False) -> tokenizers.Tokenizer:
     learner.train_from_iterator([line for line in _CORPUS if line.isascii()], trainer)
     vocabulary = learner.get_vocab()
     merges = [tuple(merge) for merge in _json_model(learner)["merges"]]
-    backend = tokenizers.Tokenizer(
-        models.BPE(vocabulary, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True)  # type: ignore[arg-type]
-    )
+    backend = tokenizers.Tokenizer(models.BPE(vocabulary, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
     backend.add_special_tokens(specials)
     if metaspace:
         backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")

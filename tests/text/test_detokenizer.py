@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.errors import ConfigurationError
-from engine.text.decoding import BYTE_ALPHABET, decoder_rules
+from engine.text.decoding import decoder_rules
 from engine.text.detokenizer import IncrementalDetokenizer
 from engine.text.tokenizer import Tokenizer
 from tests.text.corpus import CORPUS
-from tests.text.tokenizers_under_test import KINDS, tokenizer
+from tests.text.tokenizers_under_test import KINDS, byte_ids, fallback_ids, token_ids, tokenizer
 
 FAMILY = "👨‍👩‍👧‍👦"
 
@@ -77,7 +77,7 @@ def test_valid_text_never_shows_a_replacement_character(kind: str, text: str) ->
 @pytest.mark.parametrize("char", ["ř", "模", "😀", FAMILY])
 def test_a_character_arrives_whole_with_its_last_byte(char: str) -> None:
     tok = tokenizer("byte-level")
-    ids = [tok.token_id(token) for token in (_spell(byte) for byte in char.encode())]
+    ids = byte_ids(char.encode())
     parts = pieces(tok, ids)
     arrived = "".join(part for part in parts[:-1])
     assert arrived == char
@@ -87,24 +87,20 @@ def test_a_character_arrives_whole_with_its_last_byte(char: str) -> None:
     assert [index for index, part in enumerate(parts) if part] == ends
 
 
-def _spell(byte: int) -> str:
-    return next(char for char, value in BYTE_ALPHABET.items() if value == byte)
-
-
 def test_the_end_inside_a_character_gives_one_replacement() -> None:
     tok = tokenizer("byte-level")
-    ids = [tok.token_id(_spell(byte)) for byte in "模".encode()[:2]]
+    ids = byte_ids("模".encode()[:2])
     assert pieces(tok, ids) == ["", "", "\ufffd"]
 
 
 def test_a_byte_run_is_held_until_it_ends() -> None:
     tok = tokenizer("byte-fallback")
-    run = [tok.token_id(f"<0x{byte:02X}>") for byte in "模型".encode()]
+    run = fallback_ids("模型".encode())
     the = tok.encode("the", add_special_tokens=False)
     parts = pieces(tok, [*run, *the])
     assert parts[:6] == [""] * 6
     assert parts[6].startswith("模型")
-    invalid = [*run, tok.token_id("<0xFF>")]
+    invalid = [*run, *fallback_ids(b"\xff")]
     assert "".join(pieces(tok, invalid)) == "\ufffd" * 7 == tok.decode(invalid)
 
 
@@ -123,9 +119,9 @@ class TestLeadingSpace:
 
     def test_one_space_is_stripped_and_no_more(self) -> None:
         tok = tokenizer("byte-fallback")
-        mark = tok.token_id("▁")
+        mark = token_ids(tok, ["▁"])
         for count in range(4):
-            ids = [mark] * count + tok.encode("the", add_special_tokens=False)
+            ids = mark * count + tok.encode("the", add_special_tokens=False)
             assert "".join(pieces(tok, ids)) == tok.decode(ids) == " " * count + "the"
 
     def test_byte_level_keeps_it(self) -> None:

@@ -8,12 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.text.decoding import BYTE_ALPHABET
 from engine.text.output import Delta, OutputText
 from engine.text.tokenizer import Tokenizer
 from engine.types import TokenLogprob
 from tests.text.corpus import CORPUS
-from tests.text.tokenizers_under_test import KINDS, tokenizer
+from tests.text.tokenizers_under_test import KINDS, byte_ids, fallback_ids, tokenizer
 
 BYTE_LEVEL = "byte-level"
 
@@ -48,13 +47,6 @@ def text_of(deltas: list[Delta]) -> str:
 
 def ids_of(deltas: list[Delta]) -> list[int]:
     return [token_id for delta in deltas for token_id in delta.token_ids]
-
-
-def bytes_ids(text: str) -> list[int]:
-    """One token a byte."""
-    spelled = {byte: char for char, byte in BYTE_ALPHABET.items()}
-    ids = [tokenizer(BYTE_LEVEL).token_id(spelled[byte]) for byte in text.encode()]
-    return [token_id for token_id in ids if token_id is not None]
 
 
 @settings(deadline=None)
@@ -107,7 +99,7 @@ class TestStopAcrossTokens:
     def deltas(self, words: list[str], **options: Any) -> list[Delta]:
         """Each word is pushed as the bytes' tokens of one step."""
         output = OutputText(tokenizer(BYTE_LEVEL), **options)
-        deltas = [output.push(bytes_ids(word)) for word in words]
+        deltas = [output.push(byte_ids(word.encode())) for word in words]
         return [*deltas, output.finish()]
 
     def test_nothing_of_it_is_ever_sent(self) -> None:
@@ -135,16 +127,16 @@ class TestStopAcrossTokens:
 
     def test_it_ends_the_candidate_even_in_one_big_step(self) -> None:
         output = OutputText(tokenizer(BYTE_LEVEL), stop_strings=["b"])
-        delta = output.push(bytes_ids("aXbYc"))
+        delta = output.push(byte_ids(b"aXbYc"))
         assert (delta.text, delta.stopped) == ("aX", "b")
         assert output.token_count == 5
-        assert output.push(bytes_ids("more")) == Delta()
+        assert output.push(byte_ids(b"more")) == Delta()
         assert output.finish() == Delta()
         assert output.token_count == 9
 
     def test_a_stop_inside_the_last_flush(self) -> None:
         tok = tokenizer("byte-fallback")
-        ids = [tok.token_id(f"<0x{byte:02X}>") for byte in "a模b".encode()]
+        ids = fallback_ids("a模b".encode())
         output = OutputText(tok, stop_strings=["模"])
         assert output.push(ids) == Delta()
         delta = output.finish()
@@ -152,7 +144,7 @@ class TestStopAcrossTokens:
 
     def test_multi_byte_stop(self) -> None:
         output = OutputText(tokenizer(BYTE_LEVEL), stop_strings=["模型"])
-        deltas = [output.push([token_id]) for token_id in bytes_ids("大模型")]
+        deltas = [output.push([token_id]) for token_id in byte_ids("大模型".encode())]
         assert "".join(delta.text for delta in deltas) == "大"
         assert deltas[-1].stopped == "模型"
         assert len(ids_of(deltas)) == 3
@@ -165,27 +157,27 @@ class TestStopAcrossTokens:
 
 class TestMinTokens:
     def test_an_early_match_does_not_count(self) -> None:
-        ids = bytes_ids("a.b.c.d")
+        ids = byte_ids(b"a.b.c.d")
         for least, text in ((0, "a"), (2, "a"), (3, "a.b"), (4, "a.b"), (5, "a.b.c"), (7, "a.b.c.d")):
             assert text_of(run(tokenizer(BYTE_LEVEL), ids, stop_strings=["."], min_tokens=least)) == text
 
 
 class TestHeldTogether:
     def test_ids_wait_for_their_character(self) -> None:
-        ids = bytes_ids("a模b")
+        ids = byte_ids("a模b".encode())
         deltas = run(tokenizer(BYTE_LEVEL), ids)
         assert [len(delta.token_ids) for delta in deltas] == [1, 0, 0, 3, 1, 0]
         assert [delta.text for delta in deltas] == ["a", "", "", "模", "b", ""]
 
     def test_an_unfinished_character_at_the_end(self) -> None:
-        ids = bytes_ids("a模")[:3]
+        ids = byte_ids("a模".encode())[:3]
         deltas = run(tokenizer(BYTE_LEVEL), ids)
         assert text_of(deltas) == "a\ufffd"
         assert ids_of(deltas) == ids
 
     def test_tokens_without_text_are_counted_and_sent(self) -> None:
         tok = tokenizer(BYTE_LEVEL)
-        ids = [1, *bytes_ids("a"), 2]
+        ids = [1, *byte_ids(b"a"), 2]
         deltas = run(tok, ids)
         assert [delta.token_ids for delta in deltas] == [[1], ids[1:2], [2], []]
         assert text_of(deltas) == "a"

@@ -61,7 +61,7 @@ class TestDemo:
 
     def test_facts(self, pair: tuple[Tokenizer, Any]) -> None:
         ours = pair[0]
-        assert (ours.size, ours.bos_token_id, ours.eos_token_ids) == (49152, 1, {2})
+        assert (ours.size, ours.bos_token_id, ours.eos_token_ids) == (49152, 1, frozenset({2}))
         assert ours.special_ids == frozenset(range(17))
         assert ours.token_bytes(2) == b"<|im_end|>"
 
@@ -175,7 +175,7 @@ class TestDirectory:
         ).save_pretrained(tmp_path)
         ours = Tokenizer.from_directory(tmp_path)
         assert_same(ours, transformers.AutoTokenizer.from_pretrained(tmp_path))
-        assert (ours.bos_token_id, ours.eos_token_ids) == (1, {2})
+        assert (ours.bos_token_id, ours.eos_token_ids) == (1, frozenset({2}))
 
     def test_bos_added_by_the_tokenizer(self, tmp_path: Path) -> None:
         path = write_tokenizer(tmp_path, add_bos=True)
