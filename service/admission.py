@@ -13,6 +13,7 @@ from service.status import (
     deadline_unattainable,
     draining,
     engine_died,
+    engine_stalled,
     engine_starting,
     queue_full,
 )
@@ -56,7 +57,7 @@ class Admission:
             return draining()
         match self._replica.engine.state:
             case EngineState.READY:
-                return None
+                return engine_stalled() if self._replica.is_stalled else None
             case EngineState.STARTING:
                 return engine_starting()
             case _:

@@ -163,6 +163,16 @@ def engine_starting() -> Failure:
     )
 
 
+def engine_stalled() -> Failure:
+    return Failure(
+        grpc.StatusCode.UNAVAILABLE,
+        "ENGINE_STALLED",
+        "the engine makes no progress",
+        retry_after=1.0,
+        pushback_ms=1000,
+    )
+
+
 def engine_died(instance_id: str) -> Failure:
     return Failure(
         grpc.StatusCode.UNAVAILABLE,

@@ -13,7 +13,7 @@ from engine import EngineState
 from octavo.v1 import generation_pb2 as pb
 from service.config import ServiceConfig
 from service.health import GENERATION_SERVICE, HealthMessages
-from tests.service.calls import Stream, error_status, run_bidi, start_message
+from tests.service.calls import Stream, error_status, refusal, run_bidi, start, start_message
 from tests.service.fake_engine import FakeEngineClient, Script
 from tests.service.server import Running, running, until
 
@@ -97,6 +97,7 @@ async def test_hung_engine_is_not_serving_and_serves_again_when_it_recovers() ->
         served.engine.hang()
         assert (await asyncio.wait_for(call.read(), 10)).status == NOT_SERVING
         assert await check(served, "") == SERVING
+        assert (await refusal(served, start())).reason == "ENGINE_STALLED"
         served.engine.recover()
         assert (await asyncio.wait_for(call.read(), 10)).status == SERVING
         call.cancel()
