@@ -7,8 +7,9 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Protocol
+
+import msgspec
 
 from engine import (
     Admitted,
@@ -28,7 +29,7 @@ from engine import (
 from octavo.v1 import generation_pb2
 from service import convert
 from service.metrics import RequestTimer
-from service.request import Generation, OutputOptions
+from service.request import Generation
 from service.status import Failure, from_engine, internal
 
 LOGGER = logging.getLogger(__name__)
@@ -39,20 +40,34 @@ TOKEN_BYTES = 4
 LOGPROB_BYTES = 24
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """Tokens of one candidate that are ready to be sent, with exactly their text."""
+class Piece(msgspec.Struct, frozen=True):
+    """Tokens of one candidate that are ready to be sent, with exactly their text. `size` is about their bytes."""
 
     token_ids: Sequence[int]
     text: str
     logprobs: Sequence[TokenLogprob]
+    size: int
     finish: CandidateFinish | None = None
     stop_sequence: str | None = None
 
-    @property
-    def size(self) -> int:
-        alternatives = sum(1 + len(logprob.top) for logprob in self.logprobs)
-        return EVENT_BYTES + len(self.text) + TOKEN_BYTES * len(self.token_ids) + LOGPROB_BYTES * alternatives
+
+def piece_of(delta: Delta, finish: CandidateFinish | None = None, stop_sequence: str | None = None) -> Piece:
+    size = EVENT_BYTES + len(delta.text) + TOKEN_BYTES * len(delta.token_ids)
+    for logprob in delta.logprobs:
+        size += LOGPROB_BYTES * (1 + len(logprob.top))
+    return Piece(delta.token_ids, delta.text, delta.logprobs, size, finish, stop_sequence)
+
+
+def joined(pieces: Sequence[Piece]) -> Piece:
+    """Several pieces as one; the last one may be the candidate's end."""
+    return Piece(
+        [token_id for piece in pieces for token_id in piece.token_ids],
+        "".join([piece.text for piece in pieces]),
+        [logprob for piece in pieces for logprob in piece.logprobs],
+        sum([piece.size for piece in pieces]),
+        pieces[-1].finish,
+        pieces[-1].stop_sequence,
+    )
 
 
 class PendingBytes:
@@ -80,24 +95,35 @@ class CandidateOutput:
         self.pieces.append(piece)
         self.pending.total += piece.size
 
-    def drop(self) -> None:
+    def drop(self) -> bool:
+        """Forgets what was not sent; says whether the candidate's end was part of it."""
+        had_end = bool(self.pieces) and self.pieces[-1].finish is not None
         self.pending.total -= sum(piece.size for piece in self.pieces)
         self.pieces.clear()
+        return had_end
 
-    def take(self, window: int) -> list[Piece]:
-        """Ready pieces that the window lets through; all of them if there is no window (0)."""
-        taken: list[Piece] = []
-        unacknowledged = self.sent - self.acknowledged
-        while self.pieces:
-            count = len(self.pieces[0].token_ids)
-            # A piece larger than the whole window passes when nothing else is under way: it cannot be split.
-            if window and count and unacknowledged and unacknowledged + count > window:
-                break
-            unacknowledged += count
-            piece = self.pieces.popleft()
-            self.pending.total -= piece.size
-            taken.append(piece)
+    def take(self, window: int) -> Piece | None:
+        """What is ready and the window lets through, as one piece; everything if there is no window (0)."""
+        if not window and len(self.pieces) == 1:
+            taken = self.pieces.popleft()
+        else:
+            passing = self._passing(window) if window else len(self.pieces)
+            if not passing:
+                return None
+            taken = joined([self.pieces.popleft() for _ in range(passing)])
+        self.pending.total -= taken.size
         return taken
+
+    def _passing(self, window: int) -> int:
+        """How many pieces the window lets through."""
+        unacknowledged = self.sent - self.acknowledged
+        for index, piece in enumerate(self.pieces):
+            count = len(piece.token_ids)
+            # A piece larger than the whole window passes when nothing else is under way: it cannot be split.
+            if count and unacknowledged and unacknowledged + count > window:
+                return index
+            unacknowledged += count
+        return len(self.pieces)
 
 
 class Control(Protocol):
@@ -140,6 +166,7 @@ class RequestOutput:
         on_ready: Callable[[RequestOutput], None],
     ) -> None:
         self.generation = generation
+        self.options = generation.output
         self.control = control
         self.request_id = generation.request_id or control.engine_id
         self.candidates: list[CandidateOutput] = []
@@ -161,10 +188,6 @@ class RequestOutput:
         self._override: Failure | None = None
         self._flush_timer: asyncio.TimerHandle | None = None
         self._generated = 0
-
-    @property
-    def options(self) -> OutputOptions:
-        return self.generation.output
 
     # --- in ---------------------------------------------------------------------------------------------------------
 
@@ -200,10 +223,10 @@ class RequestOutput:
         if self.closed:
             return
         match event:
-            case Admitted():
-                self._admitted = event
             case TokensGenerated():
                 self._on_tokens(event)
+            case Admitted():
+                self._admitted = event
             case RequestFinished():
                 self._on_finished(event)
             case RequestFailed():
@@ -241,13 +264,13 @@ class RequestOutput:
 
     def _add(self, candidate: CandidateOutput, delta: Delta) -> None:
         if delta.token_ids or delta.text:
-            candidate.add(Piece(delta.token_ids, delta.text, delta.logprobs))
+            candidate.add(piece_of(delta))
 
     def _end_candidate(
-        self, candidate: CandidateOutput, delta: Delta, finish: CandidateFinish, stop_sequence: str | None
+        self, candidate: CandidateOutput, delta: Delta, finish: CandidateFinish, stop_sequence: str | None = None
     ) -> None:
         candidate.ended = True
-        candidate.add(Piece(delta.token_ids, delta.text, delta.logprobs, finish, stop_sequence))
+        candidate.add(piece_of(delta, finish, stop_sequence))
 
     def _on_finished(self, event: RequestFinished) -> None:
         self.timing = event.timing
@@ -256,8 +279,11 @@ class RequestOutput:
             return
         self.cancelled = event.cancelled
         for candidate in self.candidates:
-            if not candidate.ended:
-                self._end_candidate(candidate, candidate.text.finish(), CandidateFinish(FinishReason.CANCELLED), None)
+            # Who cancels acknowledges no more: what a window holds back would never get out.
+            end_dropped = self.cancelled and self.options.window > 0 and candidate.drop()
+            if end_dropped or not candidate.ended:
+                rest = Delta() if self.options.window else candidate.text.finish()
+                self._end_candidate(candidate, rest, CandidateFinish(FinishReason.CANCELLED))
         self._close(None, event.usage)
 
     def fail(self, failure: Failure) -> None:
@@ -292,10 +318,18 @@ class RequestOutput:
     def _close(self, failure: Failure | None, usage: Usage) -> None:
         self.closed = True
         self.usage = usage
-        self.failure = failure.with_usage(usage) if failure is not None else None
+        if failure is not None:
+            self.failure = failure.with_usage(usage)
+            self._drop_if_windowed()
         self._timer.ended(failure, usage, self.timing, cancelled=self.cancelled)
         LOGGER.info("request ended", extra=self._log_fields())
         self.control.ended()
+
+    def _drop_if_windowed(self) -> None:
+        """A failure does not wait for acknowledgements."""
+        if self.options.window:
+            for candidate in self.candidates:
+                candidate.drop()
 
     def _log_fields(self) -> dict[str, object]:
         failure, usage = self.failure, self.usage
@@ -344,15 +378,16 @@ class RequestOutput:
         )
 
     def _finished(self, candidate: CandidateOutput) -> convert.FinishedCandidate:
-        pieces, options = candidate.take(0), self.options
-        last = pieces[-1]
+        piece, options = candidate.take(0), self.options
+        assert piece is not None
+        assert piece.finish is not None
         return convert.FinishedCandidate(
             index=candidate.index,
-            text="".join([piece.text for piece in pieces]) if options.text else "",
-            token_ids=[i for piece in pieces for i in piece.token_ids] if options.token_ids else (),
-            logprobs=[logprob for piece in pieces for logprob in piece.logprobs],
-            finish=last.finish or CandidateFinish(FinishReason.CANCELLED),
-            stop_sequence=last.stop_sequence,
+            text=piece.text if options.text else "",
+            token_ids=piece.token_ids if options.token_ids else (),
+            logprobs=piece.logprobs,
+            finish=piece.finish,
+            stop_sequence=piece.stop_sequence,
         )
 
     def _take_admitted(self, events: convert.Events) -> None:
@@ -370,31 +405,31 @@ class RequestOutput:
         )
 
     def _take_candidate(self, candidate: CandidateOutput, events: convert.Events) -> None:
-        if self._is_gathering(candidate):
+        options = self.options
+        if options.coalesce and self._is_gathering(candidate):
             return
-        pieces = candidate.take(self.options.window)
+        piece = candidate.take(options.window)
         if candidate.pieces and self.shut_since is None:
             self.shut_since = time.monotonic()
-        if not pieces:
+        if piece is None:
             return
-        last, options = pieces[-1], self.options
-        token_count = sum(len(piece.token_ids) for piece in pieces)
+        count = len(piece.token_ids)
         convert.add_delta(
             events,
             self.request_id,
             self._next_sequence(),
             candidate=candidate.index,
             token_offset=candidate.sent,
-            token_count=token_count,
-            text="".join([piece.text for piece in pieces]) if options.text else "",
-            token_ids=[i for piece in pieces for i in piece.token_ids] if options.token_ids else (),
-            logprobs=[logprob for piece in pieces for logprob in piece.logprobs],
+            token_count=count,
+            text=piece.text if options.text else "",
+            token_ids=piece.token_ids if options.token_ids else (),
+            logprobs=piece.logprobs,
             tokenizer=self._tokenizer,
             usage=self._running_usage() if options.usage_in_deltas else None,
-            finish=last.finish,
-            stop_sequence=last.stop_sequence,
+            finish=piece.finish,
+            stop_sequence=piece.stop_sequence,
         )
-        candidate.sent += token_count
+        candidate.sent += count
         if options.coalesce:
             candidate.send_after = time.monotonic() + options.coalesce
 

@@ -112,26 +112,26 @@ class OutputStream:
     def _collect(self) -> Batch | None:
         self._wake.clear()
         batch = self._new_batch()
-        budget = self.pending.total - self._limits.message_bytes
-        while self._ready:
-            output = next(iter(self._ready))
-            del self._ready[output]
-            if self._fails_stream(output):
+        events, enough = batch.events, self.pending.total - self._limits.message_bytes
+        ready, self._ready = self._ready, {}
+        for output in ready:
+            if self.pending.total < enough:  # the message is full
+                self._ready[output] = None
+                continue
+            if output.failure is not None and self._fails_stream(output):
                 return None
-            output.take(batch.events)
+            output.take(events)
             if output.done:
                 self.outputs.pop(output.request_id, None)
-            if self.pending.total < budget:
-                break
         self._check_held()
-        return batch if batch.events else None
+        return batch if events else None
 
     def _fails_stream(self, output: RequestOutput) -> bool:
         """A refused first start fails the whole RPC while nothing was sent, for the client's own retry policy."""
         failure = output.failure
-        if failure is None or self.sent_anything:
+        if failure is None or self.sent_anything or output is not self._first:
             return False
-        if output is self._first and (failure.fails_first_start or not self._multiplexed):
+        if failure.fails_first_start or not self._multiplexed:
             self.fail(failure)
             return True
         return False

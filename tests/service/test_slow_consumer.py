@@ -15,6 +15,7 @@ from service.stream import StreamLimits
 from tests.service.calls import (
     Stream,
     acknowledge_message,
+    cancel_message,
     error_status,
     read_to_error,
     rich_status,
@@ -192,3 +193,26 @@ async def test_output_held_by_windows_is_bounded() -> None:
         assert status.reason == "SLOW_CONSUMER"
         assert "acknowledge" in status.message
         await until(lambda: served.engine.live_requests == 0)
+
+
+async def test_cancel_ends_a_request_behind_a_shut_window(served: Running) -> None:
+    stream = Stream(served)
+    await stream.send(windowed(2))
+    await stream.read_until_tokens("a", 2)
+    await until(lambda: served.engine.stats.generated_tokens > 20)
+    await stream.send(cancel_message("a"))
+    await stream.read_until_ended("a")
+    assert stream.logs["a"].finish_reason() == "CANCELLED"
+    assert stream.logs["a"].token_count() == 2
+    assert stream.logs["a"].finished.usage.completion_tokens > 2
+    assert await stream.finish() is grpc.StatusCode.OK
+
+
+async def test_failure_does_not_wait_behind_a_shut_window(served: Running) -> None:
+    served.engine.plan = lambda _: Script(fail_after=30)
+    stream = Stream(served)
+    await stream.send(windowed(2))
+    await stream.read_until_ended("a")
+    assert rich_status(stream.logs["a"].failed.status).reason == "ENGINE_ERROR"
+    assert stream.logs["a"].token_count() == 2
+    assert await stream.finish() is grpc.StatusCode.OK
