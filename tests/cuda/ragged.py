@@ -43,18 +43,19 @@ def ragged_batch(
     device: torch.device,
     layer: int = 1,
     seed: int = 0,
+    block_size: int = BLOCK_SIZE,
 ) -> RaggedBatch:
     """Blocks are dealt out in random order; only the written slots of `layer` are numbers."""
     random = np.random.default_rng(seed)
-    blocks = [-(-context // BLOCK_SIZE) for context in contexts]
+    blocks = [-(-context // block_size) for context in contexts]
     ids = random.permutation(np.arange(1, sum(blocks) + 3))
     tables = np.zeros((len(contexts), max(blocks) + 2), np.int32)
-    pool = np.full((len(ids) + 1, LAYERS, 2, kv_heads, BLOCK_SIZE, head_dim), np.nan, np.float32)
+    pool = np.full((len(ids) + 1, LAYERS, 2, kv_heads, block_size, head_dim), np.nan, np.float32)
     for seq, (context, count) in enumerate(zip(contexts, blocks, strict=True)):
         tables[seq, :count], ids = ids[:count], ids[count:]
         positions = np.arange(context)
-        rows = tables[seq, positions // BLOCK_SIZE]
-        pool[rows, layer, :, :, positions % BLOCK_SIZE] = random.normal(size=(context, 2, kv_heads, head_dim))
+        rows = tables[seq, positions // block_size]
+        pool[rows, layer, :, :, positions % block_size] = random.normal(size=(context, 2, kv_heads, head_dim))
     starts = np.concatenate([[0], np.cumsum(query_lens)])
     query = random.normal(size=(int(starts[-1]), q_heads, head_dim))
     return RaggedBatch(

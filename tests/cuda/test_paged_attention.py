@@ -183,3 +183,21 @@ def test_tensors_on_two_devices_are_refused() -> None:
     )
     with pytest.raises(_runtime.OpError, match="context_lens must be on the device of kv_pool"):
         attend(RaggedBatch(**{**vars(batch), "context_lens": batch.context_lens.cpu()}))
+
+
+@pytest.mark.parametrize("block_size", [1, 3, 4, 8, 24, 32])
+@pytest.mark.parametrize("head_dim", [24, 64])
+def test_any_block_size_on_the_cpu(block_size: int, head_dim: int) -> None:
+    """A block shorter or longer than the keys that are scored at once; head_dim no multiple of a vector."""
+    for contexts, query_lens in ((DECODE, [1] * len(DECODE)), ([c for c, _ in PREFILL], [q for _, q in PREFILL])):
+        batch = ragged_batch(
+            contexts,
+            query_lens,
+            q_heads=6,
+            kv_heads=2,
+            head_dim=head_dim,
+            dtype=torch.float32,
+            device=torch.device("cpu"),
+            block_size=block_size,
+        )
+        np.testing.assert_allclose(float64(attend(batch)), expected(batch), atol=2e-6, rtol=0)

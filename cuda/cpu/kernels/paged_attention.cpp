@@ -109,7 +109,9 @@ class Attention {
     for (int32_t row = first; row < rows_; row += kTileRows) {
       score_tile<kTileRows>(least(rows_ - row, kTileRows), row, keys, count);
     }
-    for (int32_t row = first; row < rows_; ++row) soften(row, chunk_.visible + row / group_ - position);
+    for (int32_t row = first; row < rows_; ++row) {
+      soften(row, least(count, chunk_.visible + row / group_ - position));
+    }
     for (int32_t row = first; row < rows_; row += kSumRows) {
       sum_tile<kSumRows>(least(rows_ - row, kSumRows), row, values, count);
     }
