@@ -55,6 +55,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     gpu_memory_utilization: float = 0.9
     swap_space_gib: float = 0.0
     preemption_mode: PreemptionMode = PreemptionMode.AUTO
+    admission_forecast: bool = True
     enable_prefix_caching: bool = True
     allocator: AllocatorKind = AllocatorKind.NATIVE
     max_queued_requests: int = 1024

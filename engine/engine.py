@@ -21,6 +21,7 @@ from engine.run.block_moves import BlockMover
 from engine.run.cuda_runner import GRAPH_BYTES, CudaRunner, profile_largest_step
 from engine.run.kv_pool import allocate_pool, cpu_pool_blocks, cuda_pool_blocks
 from engine.run.runner import EagerRunner
+from engine.schedule.forecast import OutputForecast
 from engine.schedule.preemption import PreemptionCost
 from engine.schedule.residency import Residency
 from engine.schedule.scheduler import Scheduler, SchedulerLimits
@@ -103,7 +104,8 @@ class Engine:
         )
         mover = BlockMover(pool, int(config.swap_space_gib * 2**30) // pool[0].nbytes)
         residency = self._residency(tables, mover, pool[0].nbytes)
-        scheduler = Scheduler(residency, limits, frozenset(model.eos_token_ids))
+        forecast = OutputForecast() if config.admission_forecast else None
+        scheduler = Scheduler(residency, limits, frozenset(model.eos_token_ids), forecast=forecast)
         self.loop = StepLoop(scheduler, self._runner(pool, tables, mover, report))
         self.info = self._info(device, limits, num_blocks)
 

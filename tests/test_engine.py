@@ -25,6 +25,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def engine(path: Path, **options: object) -> Engine:
     defaults: dict[str, object] = {"model": str(path), "max_num_seqs": 8, "max_model_len": 128, "block_size": 4}
+    defaults["admission_forecast"] = False  # so that small pools do preempt
     return Engine(EngineConfig(**{**defaults, **options}))  # type: ignore[arg-type]
 
 

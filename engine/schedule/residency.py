@@ -88,6 +88,7 @@ class Residency:
             return False
         slot = self._take_slot(sequence)
         host, sequence.swapped_blocks = sequence.swapped_blocks, []
+        sequence.shared_tokens = 0
         device = self.tables.rows[slot, : len(host)].tolist()
         self._moves.back += zip(host, device, strict=True)
         self._swap_space.give_back(host)
@@ -103,6 +104,7 @@ class Residency:
             self._sources.append(source)
             row[-1] = target
         sequence.num_computed = shared.computed
+        sequence.shared_tokens = len(shared.blocks) * tables.block_size
         sequence.chain = shared.chain
         self._take_slot(sequence, row)
 

@@ -13,6 +13,7 @@ import secrets
 from dataclasses import dataclass
 
 from engine.errors import EngineError
+from engine.schedule.forecast import Demand, OutputForecast
 from engine.schedule.plan import ScheduledSequence, StepOutcome, StepPlan
 from engine.schedule.policy import Policy, PriorityWithAgeing
 from engine.schedule.residency import Residency
@@ -68,7 +69,9 @@ class Scheduler:
         limits: SchedulerLimits,
         eos_token_ids: frozenset[int] = frozenset(),
         policy: Policy | None = None,
+        forecast: OutputForecast | None = None,
     ) -> None:
+        """forecast None: admission looks at what is free now, and preemption settles the rest."""
         tables = residency.tables
         if limits.max_context_tokens > tables.allocator.num_blocks * tables.block_size:
             raise ValueError("max_context_tokens must not exceed the pool")
@@ -76,6 +79,7 @@ class Scheduler:
         self.tables = tables
         self.limits = limits
         self.counters = Counters()
+        self.forecast = forecast
         self._eos_token_ids = eos_token_ids
         self._policy: Policy = policy or PriorityWithAgeing()
         self._groups: dict[str, RequestGroup] = {}
@@ -330,13 +334,17 @@ class Scheduler:
         entries: list[ScheduledSequence] = []
         blocked: Sequence | None = None
         window = _SKIP_WINDOW
+        demand = self._demand()
         for sequence in self._waiting[: _SKIP_WINDOW + self.limits.max_num_seqs]:
             if budget <= 0 or window <= 0 or len(self._running) >= self.limits.max_batched_tokens:
                 break
             if sequence.num_pending or self._waits_for_sibling(sequence):
                 continue
             alone = not self._running
-            if self.residency.claim(sequence, alone=alone, watermark=self.limits.watermark_blocks):
+            fits = alone or demand is None or demand.fits(sequence)
+            if fits and self.residency.claim(sequence, alone=alone, watermark=self.limits.watermark_blocks):
+                if demand is not None:
+                    demand.add(sequence)
                 entries.append(self._start(sequence, budget, now))
                 budget -= entries[-1].count
                 if blocked is not None:
@@ -346,6 +354,16 @@ class Scheduler:
             if blocked is not None:
                 window = 0 if blocked.preemptions or blocked.skips >= _MAX_SKIPS else window - 1
         return entries
+
+    def _demand(self) -> Demand | None:
+        if self.forecast is None or not self._waiting:
+            return None
+        tables = self.tables
+        total, live = tables.allocator.num_blocks, tables.allocator.num_live
+        demand = Demand(self.forecast, total * tables.block_size, tables.block_size, live * tables.block_size)
+        for sequence in self._running:
+            demand.add(sequence)
+        return demand
 
     def _waits_for_sibling(self, sequence: Sequence) -> bool:
         """The first candidate computes the prompt, the others then share its blocks."""
@@ -388,6 +406,8 @@ class Scheduler:
             )
         )
         if finish is not None:
+            if self.forecast is not None:
+                self.forecast.observe(sequence.num_generated)
             self._end(sequence, finish)
             self._finish_group_if_done(group, now)
 

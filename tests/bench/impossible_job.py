@@ -104,9 +104,10 @@ def variants(job: Job) -> dict[str, dict[str, object]]:
     }
     for batch in sorted({job.fitting, 3 * job.fitting // 4, job.fitting // 2}):
         rows[f"fitting {batch}"] = {"kv_cache_tokens": job.pool_tokens, "max_num_seqs": batch}
-    rows["tight, swap"] = {**tight, "swap_space_gib": 4.0, "preemption_mode": PreemptionMode.SWAP}
-    rows["tight, recompute"] = {**tight, "swap_space_gib": 0.0, "preemption_mode": PreemptionMode.RECOMPUTE}
-    rows["tight, auto"] = {**tight, "swap_space_gib": 4.0}
+    unforeseen = {**tight, "admission_forecast": False}
+    rows["tight"] = {**tight, "swap_space_gib": 4.0}
+    rows["tight, swap"] = {**unforeseen, "swap_space_gib": 4.0, "preemption_mode": PreemptionMode.SWAP}
+    rows["tight, recompute"] = {**unforeseen, "preemption_mode": PreemptionMode.RECOMPUTE}
     return rows
 
 
@@ -121,8 +122,9 @@ def measure(base: EngineConfig, job: Job, rounds: int = 2) -> tuple[Figures, dic
         del engine
     best = max(result.output_tokens_per_second for name, result in runs.items() if name.startswith("fitting"))
     figures = {f"tight_tokens_per_second.{name}": result.output_tokens_per_second for name, result in runs.items()}
-    for name in ("swap", "recompute", "auto"):
-        pace = runs[f"tight, {name}"].output_tokens_per_second
-        figures[f"tight_loss_percent.{name}"] = 100 * (1 - pace / best)
+    for name, result in runs.items():
+        if name.startswith("tight"):
+            figure = ".".join(["tight_loss_percent", *name.split(", ")[1:]])
+            figures[figure] = 100 * (1 - result.output_tokens_per_second / best)
     same = {name: result.tokens == runs["unlimited"].tokens for name, result in runs.items()}
     return figures, runs, same

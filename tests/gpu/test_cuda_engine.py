@@ -40,6 +40,7 @@ def engine(path: Path | str, device: Device = Device.CUDA, **options: object) ->
         "max_num_seqs": 16,
         "max_model_len": 512,
         "kv_cache_tokens": 16_384,
+        "admission_forecast": False,  # so that small pools do preempt
     }
     return Engine(EngineConfig(**{**defaults, **options}))  # type: ignore[arg-type]
 

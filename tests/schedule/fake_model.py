@@ -12,6 +12,7 @@ from engine.kv.block_table import BlockTables
 from engine.kv.prefix_index import HashFunction, PrefixIndex, hash64
 from engine.kv.swap import SwapSpace
 from engine.loop import StepLoop
+from engine.schedule.forecast import OutputForecast
 from engine.schedule.plan import StepOutcome, StepPlan
 from engine.schedule.policy import Policy
 from engine.schedule.preemption import PreemptionCost
@@ -98,6 +99,7 @@ def make_loop(
     mode: PreemptionMode = PreemptionMode.AUTO,
     policy: Policy | None = None,
     hash_function: HashFunction = hash64,
+    forecast: OutputForecast | None = None,
 ) -> StepLoop:
     allocator = make_allocator(kind, num_blocks)
     limit = num_blocks * block_size if max_context is None else max_context
@@ -109,7 +111,7 @@ def make_loop(
         SwapSpace(make_allocator(kind, swap_blocks)) if swap_blocks else None,
         PreemptionCost(mode),
     )
-    return StepLoop(Scheduler(residency, limits, eos, policy), FakeRunner(tables, lookahead))
+    return StepLoop(Scheduler(residency, limits, eos, policy, forecast), FakeRunner(tables, lookahead))
 
 
 def request(name: str, prompt: list[int], max_tokens: int | None = 8, **fields: object) -> GenerationRequest:

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from engine.config import AllocatorKind, PreemptionMode
 from engine.loop import StepLoop
+from engine.schedule.forecast import OutputForecast, peak_tokens
 from engine.schedule.policy import PriorityWithAgeing
 from engine.types import Event, GenerationRequest, SamplingParameters, StopCriteria, TokensGenerated
 from tests.schedule.fake_model import expected, finished, make_loop, request, run_to_end, tokens_of
@@ -119,6 +120,7 @@ def test_candidates_share_the_prompts_blocks(length: int, caching: bool, lookahe
     seqs=st.integers(1, 6),
     caching=st.booleans(),
     lookahead=st.booleans(),
+    forecast=st.booleans(),
     bits=st.sampled_from([2, 64]),
 )
 def test_company_sharing_and_moves_do_not_matter(
@@ -130,6 +132,7 @@ def test_company_sharing_and_moves_do_not_matter(
     seqs: int,
     caching: bool,
     lookahead: bool,
+    forecast: bool,
     bits: int,
 ) -> None:
     loop = make_loop(
@@ -142,6 +145,7 @@ def test_company_sharing_and_moves_do_not_matter(
         lookahead=lookahead,
         kind=AllocatorKind.CHECKED,
         hash_function=lambda data: hash(data) % (1 << bits),
+        forecast=OutputForecast() if forecast else None,
     )
     requests = [
         (str(index), [family * 7 + position for position in range(length)], count, candidates)
@@ -239,3 +243,40 @@ def test_mode_auto_weighs_copying_against_computing() -> None:
     assert swapped == preempted > 0
     swapped, preempted = swaps(transfer_rate=1e3, prefill_rate=1e9)
     assert swapped == 0 < preempted
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.tuples(st.integers(1, 50), st.integers(0, 30)), max_size=8))
+def test_peak_of_what_is_to_come(rows: list[tuple[int, int]]) -> None:
+    """Against a simulation step by step: every running sequence grows by one, those that end leave."""
+    held, remaining = [row[0] for row in rows], [row[1] for row in rows]
+    peaks = [
+        sum(size + step for size, left in zip(held, remaining, strict=True) if left >= step)
+        for step in range(max(remaining, default=0) + 1)
+    ]
+    assert peak_tokens(held, remaining) == max(peaks, default=0)
+
+
+def test_known_lengths_are_admitted_without_any_preemption() -> None:
+    """A third more than the pool holds, all lengths known: as many run as fit at their full length, none is
+    preempted."""
+    loop = make_loop(num_blocks=100, max_num_seqs=64, max_batched_tokens=256, forecast=OutputForecast())
+    prompts = [[index, *range(19)] for index in range(33)]
+    events = run(loop, *(request(str(index), prompt, 12) for index, prompt in enumerate(prompts)))
+    for index, prompt in enumerate(prompts):
+        assert tokens_of(events, str(index)) == expected(prompt, 12)
+    assert loop.scheduler.counters.preemptions == 0
+    most = max(len(plan.scheduled) for plan in loop.runner.plans)  # type: ignore[attr-defined]
+    assert most >= 100 // 8
+
+
+def test_forecast_learns_that_outputs_end_early() -> None:
+    """Limits of 40 tokens that end after 4: once learned, far more run at once than the limits would allow."""
+    tokens = expected([1, 2, 3, 4], 4)
+    loop = make_loop(
+        num_blocks=60, max_num_seqs=64, max_batched_tokens=256, eos=frozenset({tokens[3]}), forecast=OutputForecast()
+    )
+    run(loop, *(request(str(index), [1, 2, 3, 4], 40) for index in range(40)))
+    loop.runner.plans.clear()  # type: ignore[attr-defined]
+    run(loop, *(request(str(index), [1, 2, 3, 4], 40) for index in range(40)))
+    assert max(len(plan.scheduled) for plan in loop.runner.plans) > 60 // 11  # type: ignore[attr-defined]

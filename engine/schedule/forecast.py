@@ -1,0 +1,80 @@
+"""How much KV cache the running sequences will need before they end.
+
+Admitting by what is free now lets too many in: they all grow, and some must be preempted. Reserving every sequence's
+limit lets too few in. Between the two lies the peak of what is to come: when a sequence ends its blocks are free again,
+so at any moment only those still running count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Rows
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from engine.schedule.sequence import Sequence
+
+_SMOOTHING = 0.05
+
+
+def peak_tokens(held: Rows[int], remaining: Rows[int]) -> int:
+    """The most that sequences holding `held[i]` tokens, with `remaining[i]` still to come, one a step each, hold
+    together at any later moment. Just before the k-th longest ends, the k longest are left, each grown by that much."""
+    if not held:
+        return 0
+    order = np.argsort(-np.asarray(remaining), kind="stable")
+    sizes = np.cumsum(np.asarray(held)[order])
+    growth = np.asarray(remaining)[order] * np.arange(1, len(order) + 1)
+    return int((sizes + growth).max())
+
+
+@dataclass(slots=True)
+class OutputForecast:
+    """Learns how long outputs are. Until a request has ended, and beyond what was learned, a sequence is expected to
+    run to its own limit, or `first_guess` tokens if that is less."""
+
+    first_guess: int = 512
+    mean: float = 0.0
+    observed: int = field(default=0)
+
+    def observe(self, generated: int) -> None:
+        self.observed += 1
+        weight = max(_SMOOTHING, 1 / self.observed)
+        self.mean += (generated - self.mean) * weight
+
+    def remaining(self, sequence: Sequence) -> int:
+        """Tokens that the sequence is expected to add to those it has."""
+        limit = sequence.max_tokens_total - sequence.num_tokens
+        expected = self.mean if self.observed else self.first_guess
+        output = sequence.num_tokens - sequence.num_prompt
+        return max(0, min(limit, round(max(expected - output, expected / 4, 1))))
+
+
+@dataclass(slots=True)
+class Demand:
+    """The expected peak of the running sequences against the pool, in tokens. Blocks that several share count once."""
+
+    forecast: OutputForecast
+    pool: int
+    block_size: int
+    live: int  # tokens of live blocks at the start of the plan
+    _held: list[int] = field(default_factory=list)
+    _remaining: list[int] = field(default_factory=list)
+
+    def add(self, sequence: Sequence) -> None:
+        """Counts a sequence that runs."""
+        self._held.append(self._private(sequence))
+        self._remaining.append(self.forecast.remaining(sequence))
+
+    def fits(self, sequence: Sequence) -> bool:
+        """Whether the peak stays within the pool with one more. Until it is admitted, all its tokens count as its
+        own."""
+        shared = max(0, self.live - sum(self._held))
+        held = [*self._held, self._rounded(sequence.num_tokens)]
+        return shared + peak_tokens(held, [*self._remaining, self.forecast.remaining(sequence)]) <= self.pool
+
+    def _private(self, sequence: Sequence) -> int:
+        return max(0, self._rounded(sequence.num_tokens) - sequence.shared_tokens)
+
+    def _rounded(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size) * self.block_size
