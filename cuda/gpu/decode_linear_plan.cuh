@@ -1,0 +1,68 @@
+// How a decode matmul is cut into thread blocks, warps and pipeline stages. Host code only; the choices are all in
+// decode_linear_plan.cu.
+#pragma once
+
+#include <cstdint>
+
+namespace octavo::gpu::decode {
+
+enum class Epilogue : int { kStore, kSiluMul, kAddResidual };
+
+constexpr int kBlock = 64;         // elements of K in a k-block: a 128-byte line of each row
+constexpr int kHeaderBytes = 1024; // barriers and 1 / rms, in front of the ring
+constexpr int kMaxStages = 24;
+constexpr int kMaxConsumerWarps = 12;
+constexpr int kMaxParts = 128;  // of a row's square sum
+
+struct Shape {
+  Epilogue epilogue;
+  int out_rows;  // rows of the weight matrix
+  int in_features;
+  int batch;
+};
+
+// What the choices depend on.
+struct Target {
+  int multiprocessors;
+  int shared_bytes;  // that one block may have
+  bool tensor_copies;  // bulk tensor copies and clusters (sm_90, sm_100); else cp.async, whole K in every block
+};
+
+// The free choices. `rows` of the weight are one tile, computed by a cluster whose blocks have a share of K each. K is
+// cut into `chains` of k-blocks, dealt out in turn and each summed by one row of warps; the chains' sums meet in a
+// binary tree. So the bits of a result depend on chains and row_tiles, not on how many blocks share the work.
+struct Cut {
+  int rows;
+  int cluster;
+  int chains;
+  int row_tiles;     // 16-row tiles of one warp: 1 (two accumulators: even and odd steps) or 2
+  int window_bytes;  // weight bytes in flight in a block: a full memory queue would delay the activations
+};
+
+struct Plan {
+  int columns;  // batch rounded up to 8, 16, 32 or 64
+  int rows, cluster, row_tiles;
+  int row_warps, k_warps;  // consumer warps: row_warps * k_warps; k_warps = chains of this block
+  int rounds;              // k-blocks of a chain
+  int stage_blocks;        // k-blocks of a stage
+  int stages, window;
+  int tiles, grid;
+  int own_rows;   // rows of the tile that a block of the cluster finishes
+  int quad_bits;  // log2 of the threads that finish a column's own rows, four rows (gate_up: channels) each
+  int reduce_stride, reduce_offset, exchange_offset, shared_bytes;
+
+  constexpr int consumer_warps() const { return row_warps * k_warps; }
+};
+
+// Channels whose squares a block sums: the rows that one block finishes of an output of the residual stream.
+int square_sum_channels(int hidden);
+
+Cut choose_cut(const Shape& shape, const Target& target);
+
+// False if the cut does not fit the target.
+bool make_plan(const Shape& shape, const Cut& cut, const Target& target, Plan& plan);
+
+// The chosen cut, with a smaller cluster if the chosen one does not fit. False if none does.
+bool find_plan(const Shape& shape, const Target& target, Plan& plan);
+
+}  // namespace octavo::gpu::decode

@@ -1,0 +1,289 @@
+// The pipeline of a decode matmul: a ring of shared-memory stages that producer warps fill with weights and activations
+// and consumer warps empty. Two ways to fill it, with the same layout: bulk tensor copies (sm_90 and newer) and cp.async.
+#pragma once
+
+#include <cuda.h>
+
+#include <cstdint>
+
+#include "gpu/decode_linear_plan.cuh"
+#include "gpu/ptx.cuh"
+
+namespace octavo::gpu::decode {
+
+// ---- barriers
+
+__device__ __forceinline__ void init_barrier(uint32_t barrier, int arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0],%1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+
+__device__ __forceinline__ void arrive(uint32_t barrier) {
+  asm volatile("{\n\t.reg .b64 state;\n\tmbarrier.arrive.shared::cta.b64 state,[%0];\n\t}" ::"r"(barrier) : "memory");
+}
+
+__device__ __forceinline__ bool phase_is_over(uint32_t barrier, uint32_t parity) {
+  uint32_t over;
+#if __CUDA_ARCH__ >= 900
+  asm volatile(
+      "{\n\t.reg .pred over;\n\tmbarrier.try_wait.parity.shared::cta.b64 over,[%1],%2;\n\t"
+      "selp.u32 %0,1,0,over;\n\t}"
+      : "=r"(over)
+      : "r"(barrier), "r"(parity)
+      : "memory");
+#else
+  asm volatile(
+      "{\n\t.reg .pred over;\n\tmbarrier.test_wait.parity.shared::cta.b64 over,[%1],%2;\n\t"
+      "selp.u32 %0,1,0,over;\n\t}"
+      : "=r"(over)
+      : "r"(barrier), "r"(parity)
+      : "memory");
+#endif
+  return over != 0;
+}
+
+// Traps rather than hangs if the phase never ends.
+__device__ __forceinline__ void wait(uint32_t barrier, uint32_t parity) {
+  for (int attempt = 0; attempt < (1 << 26); ++attempt) {
+    if (phase_is_over(barrier, parity)) return;
+  }
+  __trap();
+}
+
+// ---- the ring
+
+// A place in the ring and the parity of its current round.
+struct Position {
+  int slot = 0;
+  uint32_t parity = 0;
+
+  __device__ __forceinline__ void advance(int steps, int stages) {
+    slot += steps;
+    while (slot >= stages) {
+      slot -= stages;
+      parity ^= 1;
+    }
+  }
+};
+
+// Header: 1 / rms of 64 rows, the barrier of the cluster's exchange, then three barriers a stage.
+struct Ring {
+  uint32_t shared;  // address of all of the block's shared memory, 1024-byte aligned
+  int stages;
+  int weight_bytes;  // of a stage; activations follow
+  int stage_bytes;
+
+  static constexpr int kInverseRmsBytes = 64 * 4;
+
+  __device__ uint32_t exchange_barrier() const { return shared + kInverseRmsBytes; }
+  __device__ uint32_t barrier(int kind, int slot) const {
+    return shared + kInverseRmsBytes + 8 + (kind * kMaxStages + slot) * 8;
+  }
+  __device__ uint32_t weights_here(int slot) const { return barrier(0, slot); }
+  __device__ uint32_t activations_here(int slot) const { return barrier(1, slot); }
+  __device__ uint32_t emptied(int slot) const { return barrier(2, slot); }
+  __device__ uint32_t weights(int slot) const { return shared + kHeaderBytes + slot * stage_bytes; }
+  __device__ uint32_t activations(int slot) const { return weights(slot) + weight_bytes; }
+
+  __device__ void init(int weight_arrivals, int activation_arrivals, int consumer_arrivals) const {
+    for (int slot = 0; slot < stages; ++slot) {
+      init_barrier(weights_here(slot), weight_arrivals);
+      init_barrier(activations_here(slot), activation_arrivals);
+      init_barrier(emptied(slot), consumer_arrivals);
+    }
+  }
+};
+static_assert(Ring::kInverseRmsBytes + 8 + 3 * kMaxStages * 8 <= kHeaderBytes);
+
+// ---- what fills a stage. Lines of 128 bytes have their 16-byte pieces permuted by the line's index modulo 8, so that
+// ldmatrix meets no bank conflict; bulk tensor copies do the same in hardware. K-blocks beyond the end become zeros.
+
+// What a producer needs to know of a stage.
+struct StageShape {
+  int rows;     // of the weight tile
+  int columns;  // of the activations
+  int blocks;   // k-blocks
+  bool gate_up;
+};
+
+#if __CUDA_ARCH__ >= 900
+__device__ __forceinline__ void expect_stage(uint32_t barrier, uint32_t bytes) {
+  asm volatile(
+      "{\n\t.reg .b64 state;\n\tmbarrier.arrive.expect_tx.shared::cta.b64 state,[%0],%1;\n\t}" ::"r"(barrier),
+      "r"(bytes)
+      : "memory");
+}
+
+// A box of (64-element line, row, k-block) coordinates.
+__device__ __forceinline__ void copy_box(uint32_t to, const CUtensorMap& map, int row, int k_block, uint32_t barrier,
+                                         uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint "
+      "[%0],[%1,{%2,%3,%4}],[%5],%6;" ::"r"(to),
+      "l"(&map), "r"(0), "r"(row), "r"(k_block), "r"(barrier), "l"(policy)
+      : "memory");
+}
+
+// A box of (line, 8 rows, gate or up, group of 8 rows, k-block): 8 gate rows, their 8 up rows, and so on.
+__device__ __forceinline__ void copy_gate_up_box(uint32_t to, const CUtensorMap& map, int group, int k_block,
+                                                 uint32_t barrier, uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint "
+      "[%0],[%1,{%2,%2,%2,%3,%4}],[%5],%6;" ::"r"(to),
+      "l"(&map), "r"(0), "r"(group), "r"(k_block), "r"(barrier), "l"(policy)
+      : "memory");
+}
+#endif
+
+// Copies 16-byte pieces of 128-byte lines, eight lanes a line, and arrives at the barrier once they are there.
+struct LineCopier {
+  uint32_t to;
+  int piece;
+
+  __device__ __forceinline__ void copy(int line, const char* from, bool valid) const {
+    ptx::copy_async(to + line * 2 * kBlock + ((piece ^ (line % 8)) << 4), from, valid);
+  }
+  static __device__ __forceinline__ void arrive_when_copied(uint32_t barrier) {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+  }
+};
+
+struct TensorWeights {
+  static constexpr bool kTensorCopies = true;
+  static constexpr int kWarps = 1;
+  static constexpr int kLanes = 1;  // of each warp
+
+  struct Operand {
+    CUtensorMap map;
+  };
+
+#if __CUDA_ARCH__ >= 900
+  const Operand& weight;
+  StageShape stage;
+  uint64_t policy;
+
+  __device__ __forceinline__ TensorWeights(const Operand& weight, const StageShape& stage)
+      : weight(weight), stage(stage) {
+    asm volatile("prefetch.tensormap [%0];" ::"l"(&weight.map) : "memory");
+    asm volatile("createpolicy.fractional.L2::evict_first.b64 %0,1.0;" : "=l"(policy));
+  }
+  // `row` is the tile's first row of the weight matrix.
+  __device__ __forceinline__ void load(uint32_t to, uint32_t barrier, int row, int k_block) const {
+    expect_stage(barrier, stage.blocks * stage.rows * 2 * kBlock);
+    if (stage.gate_up) {
+      copy_gate_up_box(to, weight.map, row / 16, k_block, barrier, policy);
+    } else {
+      copy_box(to, weight.map, row, k_block, barrier, policy);
+    }
+  }
+#endif
+};
+
+struct AsyncWeights {
+  static constexpr bool kTensorCopies = false;
+  static constexpr int kWarps = 2;
+  static constexpr int kLanes = 32;
+
+  struct Operand {
+    const char* data;  // [rows][k_blocks * 64], 2-byte elements
+    int rows;
+    int k_blocks;
+  };
+
+  const Operand& weight;
+  StageShape stage;
+
+  __device__ __forceinline__ AsyncWeights(const Operand& weight, const StageShape& stage)
+      : weight(weight), stage(stage) {}
+
+  __device__ __forceinline__ void load(uint32_t to, uint32_t barrier, int row, int k_block) const {
+    const int lane = threadIdx.x % (32 * kWarps);
+    const LineCopier copier{to, lane % 8};
+    const int64_t row_bytes = int64_t{2} * kBlock * weight.k_blocks;
+    for (int block = 0; block < stage.blocks; ++block) {
+      const bool inside = k_block + block < weight.k_blocks;
+      const char* column = weight.data + (k_block + block) * 2 * kBlock + copier.piece * 16;
+#pragma unroll 4
+      for (int line = lane / 8; line < stage.rows; line += 4 * kWarps) {
+        const int from = row_of(row + line);
+        const bool valid = inside && from >= 0;
+        copier.copy(block * stage.rows + line, valid ? column + from * row_bytes : weight.data, valid);
+      }
+    }
+    LineCopier::arrive_when_copied(barrier);
+  }
+
+ private:
+  // The matrix row behind a tile row, -1 if there is none. Gate and up: tiles of 16 rows, 8 of gate, then their 8 of
+  // up, which start half a matrix later.
+  __device__ __forceinline__ int row_of(int tile_row) const {
+    if (!stage.gate_up) return tile_row < weight.rows ? tile_row : -1;
+    const int channels = weight.rows / 2;
+    const int channel = tile_row / 16 * 8 + tile_row % 8;
+    return channel < channels ? channel + (tile_row & 8 ? channels : 0) : -1;
+  }
+};
+
+struct TensorActivations {
+  static constexpr bool kTensorCopies = true;
+  static constexpr int kWarps = 1;
+  static constexpr int kLanes = 1;
+
+  struct Operand {
+    CUtensorMap map;
+  };
+
+#if __CUDA_ARCH__ >= 900
+  const Operand& x;
+  StageShape stage;
+  uint64_t policy;
+
+  __device__ __forceinline__ TensorActivations(const Operand& x, const StageShape& stage) : x(x), stage(stage) {
+    asm volatile("prefetch.tensormap [%0];" ::"l"(&x.map) : "memory");
+    asm volatile("createpolicy.fractional.L2::evict_last.b64 %0,1.0;" : "=l"(policy));
+  }
+  // Before the first load of what another kernel wrote with ordinary stores.
+  static __device__ __forceinline__ void acquire() { asm volatile("fence.proxy.async;" ::: "memory"); }
+
+  __device__ __forceinline__ void load(uint32_t to, uint32_t barrier, int k_block) const {
+    expect_stage(barrier, stage.blocks * stage.columns * 2 * kBlock);
+    copy_box(to, x.map, 0, k_block, barrier, policy);
+  }
+#endif
+};
+
+// For few columns also where there are tensor copies: these would queue behind the weights'. Columns beyond the batch
+// keep what was in the stage; nothing reads their results.
+struct AsyncActivations {
+  static constexpr bool kTensorCopies = false;
+  static constexpr int kWarps = 2;
+  static constexpr int kLanes = 32;
+
+  struct Operand {
+    const char* data;  // [batch][k_blocks * 64], 2-byte elements
+    int batch;
+    int k_blocks;
+  };
+
+  const Operand& x;
+  StageShape stage;
+  uint32_t reciprocal;  // of the batch, in 2^16ths, rounded up: exact for the line counts here
+
+  __device__ __forceinline__ AsyncActivations(const Operand& x, const StageShape& stage)
+      : x(x), stage(stage), reciprocal(65536 / x.batch + 1) {}
+  static __device__ __forceinline__ void acquire() {}
+
+  __device__ __forceinline__ void load(uint32_t to, uint32_t barrier, int k_block) const {
+    const int lane = threadIdx.x % (32 * kWarps);
+    const LineCopier copier{to, lane % 8};
+#pragma unroll 4
+    for (int i = lane / 8; i < stage.blocks * x.batch; i += 4 * kWarps) {
+      const int block = i * reciprocal >> 16;
+      const int row = i - block * x.batch;
+      const char* from = x.data + ((row * x.k_blocks + k_block + block) * 2 * kBlock + copier.piece * 16);
+      copier.copy(block * stage.columns + row, from, k_block + block < x.k_blocks);
+    }
+    LineCopier::arrive_when_copied(barrier);
+  }
+};
+
+}  // namespace octavo::gpu::decode

@@ -1,0 +1,277 @@
+"""The decode matmuls against float64, and against themselves: alone = in a batch, eager = in a graph."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from engine import _runtime, ops_decode
+from engine.ops_decode import ResidualStream
+
+pytestmark = pytest.mark.gpu
+
+Tensor = torch.Tensor
+EPS = 1e-6
+DTYPES = [torch.bfloat16, torch.float16]
+# (hidden, query and KV width, query width, inter) of Qwen2.5-1.5B, Qwen3-0.6B, SmolLM2-135M and odd ones.
+MODELS = [(1536, 2048, 1536, 8960), (1024, 4096, 2048, 3072), (576, 960, 576, 1536), (896, 1152, 896, 4864)]
+BATCHES = [1, 7, 8, 13, 32, 48, 64]
+PATHS = pytest.mark.parametrize("portable", [False, True], ids=["best", "portable"])
+
+
+def random(*shape: int, dtype: torch.dtype, scale: float = 1.0, seed: int = 0) -> Tensor:
+    generator = torch.Generator("cuda").manual_seed(seed + sum(shape))
+    return (torch.randn(*shape, generator=generator, device="cuda") * scale).to(dtype)
+
+
+def weight(rows: int, columns: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
+    return random(rows, columns, dtype=dtype, scale=columns**-0.5, seed=seed)
+
+
+def error(got: Tensor, expected: Tensor) -> float:
+    """Relative to the norm of what was expected; NaN fails every comparison."""
+    return float((got.double() - expected).norm() / expected.norm())
+
+
+def rounding(dtype: torch.dtype) -> float:
+    """What one rounding to `dtype` may cost, with room."""
+    return {torch.bfloat16: 4e-3, torch.float16: 5e-4, torch.float32: 2e-6}[dtype]
+
+
+def poisoned(*shape: int, dtype: torch.dtype) -> Tensor:
+    return torch.full(shape, torch.nan, device="cuda", dtype=dtype)
+
+
+def new_stream(batch: int, hidden: int, dtype: torch.dtype) -> ResidualStream:
+    stream = ResidualStream.allocate(batch, hidden, dtype, torch.device("cuda"))
+    for buffer in (stream.residual, stream.scaled, stream.square_sums):
+        buffer.fill_(torch.nan)
+    return stream
+
+
+def started(batch: int, hidden: int, dtype: torch.dtype, seed: int = 0) -> ResidualStream:
+    stream = new_stream(batch, hidden, dtype)
+    ops_decode.start(stream, random(batch, hidden, dtype=dtype, scale=3, seed=seed), norm_of(hidden, dtype))
+    return stream
+
+
+def norm_of(hidden: int, dtype: torch.dtype) -> Tensor:
+    return 1 + random(hidden, dtype=dtype, scale=0.3, seed=5)
+
+
+def normed(stream: ResidualStream) -> Tensor:
+    """float64 RMSNorm(residual) * weight, from the rounded product that the matmul reads."""
+    scale = 1 / 16 if stream.scaled.dtype == torch.float16 else 1
+    rms = (stream.residual.double().square().mean(1, keepdim=True) + EPS).sqrt()
+    return stream.scaled.double() / scale / rms
+
+
+def check_stream(stream: ResidualStream, residual: Tensor, norm: Tensor, tolerance: float) -> None:
+    scale = 1 / 16 if stream.scaled.dtype == torch.float16 else 1
+    assert error(stream.residual, residual) < tolerance
+    assert error(stream.scaled, stream.residual.double() * norm.double() * scale) < rounding(stream.scaled.dtype)
+    parts = stream.square_sums.shape[1]
+    squares = stream.residual.double().square().view(residual.shape[0], parts, -1).sum(2)
+    assert error(stream.square_sums, squares) < rounding(torch.float32)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("hidden", [576, 896, 1024, 1536, 2048, 4096])
+def test_start(hidden: int, dtype: torch.dtype) -> None:
+    stream = new_stream(5, hidden, dtype)
+    x, norm = random(5, hidden, dtype=dtype, scale=3), norm_of(hidden, dtype)
+    ops_decode.start(stream, x, norm)
+    assert torch.equal(stream.residual, x.float())
+    check_stream(stream, x.double(), norm, 1e-9)
+
+
+@PATHS
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize("model", MODELS, ids=str)
+def test_norm_linear(model: tuple[int, ...], batch: int, dtype: torch.dtype, portable: bool) -> None:
+    hidden, width, _, _ = model
+    stream, matrix = started(batch, hidden, dtype), weight(width, hidden, dtype)
+    expected = normed(stream) @ matrix.double().t()
+    for out_dtype in (dtype, torch.float32):
+        out = poisoned(batch, width, dtype=out_dtype)
+        ops_decode.norm_linear(out, stream, matrix, EPS, portable=portable)
+        assert error(out, expected) < rounding(out_dtype)
+
+
+@PATHS
+@pytest.mark.parametrize("batch", [1, 16, 33, 64])
+@pytest.mark.parametrize(("vocab", "hidden"), [(151936, 1024), (49152, 576), (151936, 1536), (50264, 896)])
+def test_head(vocab: int, hidden: int, batch: int, portable: bool) -> None:
+    """Several tiles a thread block; 50264 is no multiple of any tile."""
+    dtype = torch.bfloat16
+    stream, matrix = started(batch, hidden, dtype), weight(vocab, hidden, dtype)
+    logits = poisoned(batch, vocab, dtype=torch.float32)
+    ops_decode.norm_linear(logits, stream, matrix, EPS, portable=portable)
+    assert error(logits, normed(stream) @ matrix.double().t()) < rounding(torch.float32)
+
+
+@PATHS
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize("model", MODELS, ids=str)
+def test_norm_gate_up(model: tuple[int, ...], batch: int, dtype: torch.dtype, portable: bool) -> None:
+    hidden, _, _, inter = model
+    stream, matrix = started(batch, hidden, dtype), weight(2 * inter, hidden, dtype)
+    gate, up = (normed(stream) @ matrix.double().t()).split(inter, dim=1)
+    out = poisoned(batch, inter, dtype=dtype)
+    ops_decode.norm_gate_up(out, stream, matrix, EPS, portable=portable)
+    assert error(out, torch.nn.functional.silu(gate) * up) < rounding(dtype)
+
+
+@PATHS
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize("model", MODELS, ids=str)
+def test_linear_add(model: tuple[int, ...], batch: int, dtype: torch.dtype, portable: bool) -> None:
+    hidden, _, attended, inter = model
+    for width in (attended, inter):
+        stream, matrix = started(batch, hidden, dtype), weight(hidden, width, dtype)
+        x, norm = random(batch, width, dtype=dtype), 2 + random(hidden, dtype=dtype, seed=9)
+        expected = stream.residual.double() + x.double() @ matrix.double().t()
+        ops_decode.linear_add(stream, x, matrix, norm, portable=portable)
+        check_stream(stream, expected, norm, rounding(torch.float32))
+
+
+Op = Callable[[Tensor, Tensor], list[Tensor]]
+
+
+def every_op(model: tuple[int, ...], dtype: torch.dtype, portable: bool) -> list[Op]:
+    """Each op as a function of the residual's rows [B, H] and other rows [B, inter]; returns what it wrote."""
+    hidden, width, attended, inter = model
+    qkv, gate_up = weight(width, hidden, dtype), weight(2 * inter, hidden, dtype)
+    norm = norm_of(hidden, dtype)
+
+    def start(rows: Tensor) -> ResidualStream:
+        stream = new_stream(rows.shape[0], hidden, dtype)
+        ops_decode.start(stream, rows, norm)
+        return stream
+
+    def run_qkv(rows: Tensor, _: Tensor) -> list[Tensor]:
+        out = poisoned(rows.shape[0], width, dtype=dtype)
+        ops_decode.norm_linear(out, start(rows), qkv, EPS, portable=portable)
+        return [out]
+
+    def run_gate_up(rows: Tensor, _: Tensor) -> list[Tensor]:
+        out = poisoned(rows.shape[0], inter, dtype=dtype)
+        ops_decode.norm_gate_up(out, start(rows), gate_up, EPS, portable=portable)
+        return [out]
+
+    def run_add(in_features: int) -> Op:
+        matrix = weight(hidden, in_features, dtype)
+
+        def run(rows: Tensor, x: Tensor) -> list[Tensor]:
+            stream = start(rows)
+            ops_decode.linear_add(stream, x[:, :in_features].contiguous(), matrix, norm, portable=portable)
+            return [stream.residual, stream.scaled, stream.square_sums]
+
+        return run
+
+    return [run_qkv, run_gate_up, run_add(attended), run_add(inter)]
+
+
+@PATHS
+@pytest.mark.parametrize("model", MODELS, ids=str)
+def test_a_row_depends_on_nothing_but_itself(model: tuple[int, ...], portable: bool) -> None:
+    """Bit by bit the same alone, in every bucket, in another place and beside other rows; and again."""
+    hidden, _, attended, inter = model
+    dtype, most = torch.bfloat16, max(attended, inter)
+    rows, x = random(64, hidden, dtype=dtype, scale=3), random(64, most, dtype=dtype)
+    for op in every_op(model, dtype, portable):
+        whole = op(rows, x)
+        assert all(torch.equal(a, b) for a, b in zip(whole, op(rows, x), strict=True))
+        for batch, first in itertools.product([1, 5, 16, 31, 48], [0, 11]):
+            taken = slice(first, first + batch)
+            for some, all_rows in zip(op(rows[taken], x[taken]), whole, strict=True):
+                assert torch.equal(some, all_rows[taken])
+
+
+@PATHS
+def test_rows_beyond_the_batch_stay(portable: bool) -> None:
+    hidden, inter, dtype = 1536, 8960, torch.bfloat16
+    stream = started(16, hidden, dtype)
+    before = [stream.residual[9:].clone(), stream.scaled[9:].clone(), stream.square_sums[9:].clone()]
+    x, norm = random(9, inter, dtype=dtype), norm_of(hidden, dtype)
+    ops_decode.linear_add(stream, x, weight(hidden, inter, dtype), norm, portable=portable)
+    for old, buffer in zip(before, (stream.residual, stream.scaled, stream.square_sums), strict=True):
+        assert torch.equal(old, buffer[9:])
+
+
+@PATHS
+@pytest.mark.parametrize("batch", [1, 8, 16, 32, 64])
+@pytest.mark.parametrize("model", MODELS, ids=str)
+def test_a_captured_chain_equals_eager(model: tuple[int, ...], batch: int, portable: bool) -> None:
+    """Twelve layers with programmatic launches in a graph, replayed, against one op at a time."""
+    hidden, width, attended, inter = model
+    dtype = torch.bfloat16
+    layers = [
+        (
+            weight(width, hidden, dtype, seed),
+            weight(hidden, attended, dtype, seed),
+            weight(2 * inter, hidden, dtype, seed),
+            weight(hidden, inter, dtype, seed),
+        )
+        for seed in range(12)
+    ]
+    x, norm = random(batch, hidden, dtype=dtype), norm_of(hidden, dtype)
+    qkv = poisoned(batch, width, dtype=dtype)
+    activated = poisoned(batch, inter, dtype=dtype)
+    logits = poisoned(batch, width, dtype=torch.float32)
+    stream = new_stream(batch, hidden, dtype)
+
+    def run(pdl: bool) -> None:
+        ops_decode.start(stream, x, norm)
+        for w_qkv, w_o, w_gate_up, w_down in layers:
+            ops_decode.norm_linear(qkv, stream, w_qkv, EPS, portable=portable, pdl=pdl)
+            attention = qkv.view(-1)[: batch * attended].view(batch, attended)
+            ops_decode.linear_add(stream, attention, w_o, norm, portable=portable, pdl=pdl)
+            ops_decode.norm_gate_up(activated, stream, w_gate_up, EPS, portable=portable, pdl=pdl)
+            ops_decode.linear_add(stream, activated, w_down, norm, portable=portable, pdl=pdl)
+        ops_decode.norm_linear(logits, stream, layers[0][0], EPS, portable=portable, pdl=pdl)
+
+    run(pdl=False)
+    expected = [logits.clone(), stream.residual.clone()]
+    assert torch.isfinite(expected[0]).all()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run(pdl=True)
+    for _ in range(5):
+        logits.fill_(torch.nan)
+        stream.residual.fill_(torch.nan)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(logits, expected[0])
+        assert torch.equal(stream.residual, expected[1])
+
+
+def test_large_fp16_residuals_do_not_overflow() -> None:
+    hidden, dtype = 1536, torch.float16
+    stream, norm = new_stream(2, hidden, dtype), 8 * norm_of(hidden, dtype)
+    x = random(2, hidden, dtype=dtype)
+    x[:, 7] = 30000
+    ops_decode.start(stream, x, norm)
+    matrix = weight(2048, hidden, dtype)
+    out = poisoned(2, 2048, dtype=torch.float32)
+    ops_decode.norm_linear(out, stream, matrix, EPS)
+    assert error(out, normed(stream) @ matrix.double().t()) < rounding(torch.float32)
+
+
+def test_what_is_not_served_says_so() -> None:
+    bf16 = torch.bfloat16
+    assert ops_decode.supported("norm_linear", 2048, 1536, 64, bf16)
+    assert not ops_decode.supported("norm_linear", 2048, 1536, 65, bf16)
+    assert not ops_decode.supported("norm_linear", 2048, 1500, 8, bf16)
+    assert not ops_decode.supported("norm_linear", 2044, 1536, 8, bf16)
+    assert not ops_decode.supported("norm_gate_up", 8964, 1536, 8, bf16)
+    assert not ops_decode.supported("linear_add", 1536, 1536, 8, torch.float32)
+    stream = started(2, 576, bf16)
+    with pytest.raises(_runtime.OpError):
+        ops_decode.linear_add(stream, random(2, 100, dtype=bf16), weight(576, 100, bf16), norm_of(576, bf16))
