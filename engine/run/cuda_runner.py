@@ -116,7 +116,7 @@ class CudaRunner:
         """One graph a bucket, largest first, in one memory pool."""
         pool = torch.cuda.graph_pool_handle()
         for bucket in reversed(self._buckets):
-            step = self._upload(decode_arrays(StepPlan(0, ()), self._tables, bucket))
+            step = self._upload(decode_arrays(StepPlan(0, [], []), self._tables, bucket))
             self._run(step)  # loads modules and picks algorithms outside the capture
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()

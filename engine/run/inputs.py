@@ -102,7 +102,7 @@ def decode_arrays(plan: StepPlan, tables: BlockTables, bucket: int) -> StepArray
     )
 
 
-def _tokens(entries: tuple[ScheduledSequence, ...], length: int) -> tuple[Int32Array, Int32Array]:
+def _tokens(entries: list[ScheduledSequence], length: int) -> tuple[Int32Array, Int32Array]:
     token_ids = np.zeros(length, dtype=np.int32)
     sources = np.full(length, HOST_TOKEN, dtype=np.int32)
     row = 0

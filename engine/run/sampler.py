@@ -142,7 +142,4 @@ def logprobs_of(logits: Tensor, tokens: Tensor, entries: Sequence[ScheduledSeque
 def outcome_of(tokens: list[int], logprobs: LogprobTensors | None) -> StepOutcome:
     """What the tokens of a step mean: -1 fails its request."""
     failures = {row: _NON_FINITE for row, token in enumerate(tokens) if token < 0}
-    read: list[TokenLogprob | None] = [None] * len(tokens) if logprobs is None else logprobs.read(tokens)
-    for row in failures:
-        read[row] = None
-    return StepOutcome(tokens, read, failures)
+    return StepOutcome(tokens, [] if logprobs is None else logprobs.read(tokens), failures)

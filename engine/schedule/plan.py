@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import msgspec
+
 from engine.schedule.sequence import Sequence
 from engine.types import TokenLogprob
 
 Pairs = list[tuple[int, int]]
 
 
-@dataclass(frozen=True, slots=True)
-class ScheduledSequence:
+class ScheduledSequence(msgspec.Struct, frozen=True):
     """Runs tokens [start, start + count) of a sequence. `samples`: the last of them is the sequence's newest token, so
-    its logits give the next one. `slot` is the row of the block tables, fixed at planning."""
+    its logits give the next one. `slot` is the row of the block tables, fixed at planning. (A msgspec struct, since
+    one is made for every sequence and step, ten times as fast as a frozen dataclass.)"""
 
     sequence: Sequence
     slot: int
@@ -38,27 +40,24 @@ class BlockMoves:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """`scheduled` lists decodes (count 1) before prefill chunks, so a decode-only step is a plain batch. It may be
-    empty where a step only moves blocks."""
+    """`scheduled` lists decodes (count 1) before prefill chunks, so a decode-only step is a plain batch; `sampling` are
+    those that sample. Both may be empty where a step only moves blocks."""
 
     step: int
-    scheduled: tuple[ScheduledSequence, ...]
+    scheduled: list[ScheduledSequence]
+    sampling: list[ScheduledSequence]
     moves: BlockMoves = field(default_factory=BlockMoves)
 
     @property
     def num_tokens(self) -> int:
         return sum(entry.count for entry in self.scheduled)
 
-    @property
-    def sampling(self) -> list[ScheduledSequence]:
-        return [entry for entry in self.scheduled if entry.samples]
-
 
 @dataclass(frozen=True, slots=True)
 class StepOutcome:
-    """One entry for each of the plan's `sampling`, in order. `failures` maps an index to why its logits are
-    unusable."""
+    """One token for each of the plan's `sampling`, in order; as many log probabilities, or none at all. `failures` maps
+    an index to why its logits are unusable."""
 
     token_ids: list[int]
-    logprobs: list[TokenLogprob | None]
+    logprobs: list[TokenLogprob | None] = field(default_factory=list)
     failures: dict[int, str] = field(default_factory=dict)

@@ -117,6 +117,7 @@ class Residency:
             tables.lengths[slot] = len(row)
         if tables.grow([slot], [sequence.num_tokens]) != 1:
             raise EngineError("admission counted blocks that are not there")
+        sequence.capacity = int(tables.lengths[slot]) * tables.block_size
         return slot
 
     def _shared(self, sequence: Sequence) -> _Shared:
@@ -157,9 +158,17 @@ class Residency:
     # -- staying and leaving
     # ---------------------------------------------------------------------------------------------
 
-    def grow(self, entries: list[ScheduledSequence]) -> int:
-        """Blocks for every entry's tokens, in order; how many entries were served."""
-        return self.tables.grow([entry.slot for entry in entries], [entry.start + entry.count for entry in entries])
+    def grow(self, entries: list[ScheduledSequence]) -> bool:
+        """Blocks for every entry's tokens; False if they ran out on the way. Most steps need few: the rows are looked
+        at only where a block is full."""
+        needy = [entry for entry in entries if entry.start + entry.count > entry.sequence.capacity]
+        if not needy:
+            return True
+        size = self.tables.block_size
+        served = self.tables.grow([e.slot for e in needy], [e.start + e.count for e in needy])
+        for entry in needy[:served]:
+            entry.sequence.capacity = -(-(entry.start + entry.count) // size) * size
+        return served == len(needy)
 
     def publish(self, sequence: Sequence, num_committed: int) -> None:
         """Makes the blocks behind the first `num_committed` tokens, whose K and V are known to be good, findable."""

@@ -104,6 +104,7 @@ class Scheduler:
             stop_ids=frozenset(request.stop.token_ids),
             eos_ids=frozenset() if request.stop.ignore_eos else self._eos_token_ids,
         )
+        group.ending_ids = group.stop_ids | group.eos_ids
         self._arrivals += 1
         position = self.num_queued_requests
         group.sequences = [self._new_sequence(group, index) for index in range(request.sampling.n)]
@@ -162,33 +163,43 @@ class Scheduler:
         """The next step, or None if nothing can run now. Marks its tokens as computed and its samples as pending."""
         self._expire(now)
         self.residency.begin_plan()
-        entries, preempted = self._schedule_running()
-        if not preempted:
-            entries += self._admit(self.limits.max_batched_tokens - sum(entry.count for entry in entries), now)
+        decodes, chunks, preempted = self._schedule_running()
+        if not preempted and self._waiting:
+            budget = self.limits.max_batched_tokens - len(decodes) - sum(entry.count for entry in chunks)
+            for entry in self._admit(budget, now):
+                (chunks if entry.count > 1 else decodes).append(entry)
         moves = self.residency.end_plan()
-        if not entries and not moves:
+        if not decodes and not chunks and not moves:
             return None
-        for entry in entries:
-            entry.sequence.num_computed += entry.count
+        for entry in decodes:
+            sequence = entry.sequence
+            sequence.num_computed = entry.start + 1
+            sequence.num_pending += entry.samples
+        for entry in chunks:
+            entry.sequence.num_computed = entry.start + entry.count
             entry.sequence.num_pending += entry.samples
-        entries.sort(key=lambda entry: entry.count > 1)
         self._steps += 1
-        self.counters.computed_tokens += sum(entry.count for entry in entries)
-        return StepPlan(self._steps, tuple(entries), moves)
+        self.counters.computed_tokens += len(decodes) + sum(entry.count for entry in chunks)
+        scheduled = decodes + chunks
+        sampling = [entry for entry in scheduled if entry.samples]
+        return StepPlan(self._steps, scheduled, sampling, moves)
 
     def commit(self, plan: StepPlan, outcome: StepOutcome, now: float) -> None:
         """Takes a step's sampled tokens into their sequences. Tokens of sequences that ended meanwhile are dropped."""
-        for index, entry in enumerate(plan.sampling):
+        size = self.tables.block_size
+        logprobs = outcome.logprobs or [None] * len(plan.sampling)
+        for index, (entry, token) in enumerate(zip(plan.sampling, outcome.token_ids, strict=True)):
             sequence = entry.sequence
             sequence.num_pending -= 1
             if sequence.phase is Phase.FINISHED:
                 continue
-            failure = outcome.failures.get(index)
-            if failure is not None:
-                self.fail(sequence.group.request_id, FailureKind.ENGINE_ERROR, failure)
-            else:
-                self.residency.publish(sequence, entry.start + entry.count)
-                self._append(sequence, outcome.token_ids[index], outcome.logprobs[index], now)
+            if index in outcome.failures:
+                self.fail(sequence.group.request_id, FailureKind.ENGINE_ERROR, outcome.failures[index])
+                continue
+            computed = entry.start + entry.count
+            if entry.count > 1 or computed % size == 0:
+                self.residency.publish(sequence, computed)
+            self._append(sequence, token, logprobs[index], now)
 
     # -- figures -------------------------------------------------------------------------------------------------------
 
@@ -290,30 +301,36 @@ class Scheduler:
             elif deadline is not None and now >= deadline:
                 self.fail(request_id, FailureKind.DEADLINE_EXCEEDED, "deadline passed while running")
 
-    def _schedule_running(self) -> tuple[list[ScheduledSequence], bool]:
-        """Tokens of running sequences, decodes first; preempts from the end of the policy's order until blocks
-        suffice."""
+    def _schedule_running(self) -> tuple[list[ScheduledSequence], list[ScheduledSequence], bool]:
+        """Decodes, then chunks of running prefills with what is left of the budget; preempts from the end of the
+        policy's order until blocks suffice."""
         preempted = False
         while True:
-            entries = self._wanted()
-            served = self.residency.grow(entries)
-            if served == len(entries):
-                return entries, preempted
+            decodes, chunks = self._wanted()
+            if self.residency.grow(decodes + chunks if chunks else decodes):
+                return decodes, chunks, preempted
             self._preempt(self._running[-1])
             preempted = True
 
-    def _wanted(self) -> list[ScheduledSequence]:
+    def _wanted(self) -> tuple[list[ScheduledSequence], list[ScheduledSequence]]:
         budget = self.limits.max_batched_tokens
-        live = [sequence for sequence in self._running if not sequence.ends_by_length]
-        decodes = [sequence for sequence in live if sequence.num_uncomputed == 1]
-        chunks = [sequence for sequence in live if sequence.num_uncomputed > 1]
-        entries: list[ScheduledSequence] = []
-        for sequence in decodes + chunks:
-            count = min(sequence.num_uncomputed, budget)
-            if count:
-                entries.append(self._entry(sequence, count))
-                budget -= count
-        return entries
+        decodes: list[ScheduledSequence] = []
+        prefills: list[Sequence] = []
+        for sequence in self._running:
+            start = sequence.num_computed
+            tokens = len(sequence.token_ids) + sequence.num_pending
+            if tokens - start > 1:
+                prefills.append(sequence)
+            elif tokens < sequence.max_tokens_total and budget:  # else its pending token is its last
+                decodes.append(ScheduledSequence(sequence, sequence.slot, start, 1, True))
+                budget -= 1
+        chunks: list[ScheduledSequence] = []
+        for sequence in prefills:
+            if budget:
+                chunks.append(self._entry(sequence, min(sequence.num_uncomputed, budget)))
+                budget -= chunks[-1].count
+        # The last piece of a prefill may be one token: it goes with the decodes.
+        return decodes + [e for e in chunks if e.count == 1], [e for e in chunks if e.count > 1]
 
     def _entry(self, sequence: Sequence, count: int) -> ScheduledSequence:
         start = sequence.num_computed
@@ -390,19 +407,17 @@ class Scheduler:
     # -- outcomes ------------------------------------------------------------------------------------------------------
 
     def _append(self, sequence: Sequence, token: int, logprob: TokenLogprob | None, now: float) -> None:
-        group = sequence.group
-        sequence.token_ids.append(token)
+        group, tokens = sequence.group, sequence.token_ids
+        tokens.append(token)
         self.counters.generated_tokens += 1
         if group.first_token is None:
             group.first_token = now
-        finish = self._finish_after(sequence, token)
+        finish = None
+        if token in group.ending_ids or len(tokens) >= sequence.max_tokens_total:
+            finish = self._finish_after(sequence, token)
         self._events.append(
             TokensGenerated(
-                group.request_id,
-                sequence.candidate,
-                [token],
-                [] if logprob is None else [logprob],
-                finish=finish,
+                group.request.request_id, sequence.candidate, [token], [] if logprob is None else [logprob], finish
             )
         )
         if finish is not None:

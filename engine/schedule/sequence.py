@@ -33,6 +33,7 @@ class Sequence:
     max_tokens_total: int  # prompt + output at which the candidate ends by length
     phase: Phase = Phase.WAITING
     slot: int = NO_SLOT
+    capacity: int = 0  # tokens that the blocks of its row have room for
     num_computed: int = 0
     num_pending: int = 0
     preemptions: int = 0
@@ -58,11 +59,6 @@ class Sequence:
     def num_uncomputed(self) -> int:
         return self.num_tokens - self.num_computed
 
-    @property
-    def ends_by_length(self) -> bool:
-        """Also counting the pending token: nothing more is to be run for it."""
-        return self.num_tokens >= self.max_tokens_total
-
 
 @dataclass(slots=True, eq=False)
 class RequestGroup:
@@ -76,6 +72,7 @@ class RequestGroup:
     first_token: float | None = None
     stop_ids: frozenset[int] = frozenset()
     eos_ids: frozenset[int] = frozenset()
+    ending_ids: frozenset[int] = frozenset()  # both
     cached_prompt_tokens: int = 0
 
     @property

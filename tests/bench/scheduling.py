@@ -29,7 +29,7 @@ def measure() -> dict[str, float]:
         plan = scheduler.plan(0.0)
         assert plan is not None
         count = len(plan.sampling)
-        scheduler.commit(plan, StepOutcome([5] * count, [None] * count), 0.0)
+        scheduler.commit(plan, StepOutcome([5] * count), 0.0)
         scheduler.take_events()
         times.append(time.perf_counter() - begin)
     return {"scheduler_step_us_256": 1e6 * statistics.median(times[10:])}

@@ -176,4 +176,4 @@ def test_log_probabilities_are_of_the_models_own_distribution() -> None:
     assert logprob.logprob == pytest.approx(float(values[1]), abs=1e-6)
     assert [token for token, _ in logprob.top] == [1, 2]
     assert sample(logits, [entry(parameters, top=0)], 4).logprobs[0] == logprob.__class__(1, logprob.logprob, 1, [])
-    assert sample(logits, [entry(parameters)], 4).logprobs == [None]
+    assert sample(logits, [entry(parameters)], 4).logprobs == []

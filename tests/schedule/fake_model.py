@@ -79,7 +79,7 @@ class FakeRunner:
                 context = [self._cells[int(row[p // size]), p % size] for p in range(stop)]
                 tokens.append(next_token(context))
                 self._last_token[id(entry.sequence)] = tokens[-1]
-        return FakePending(StepOutcome(tokens, [None] * len(tokens)))
+        return FakePending(StepOutcome(tokens))
 
 
 def make_loop(
