@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Awaitable
+from pathlib import Path
 from typing import Annotated, Any
 
+import grpc
 import typer
 from rich.console import Console
 
@@ -16,6 +18,7 @@ from octavo.v1 import generation_pb2
 from service.client import Client, GenerationError, chat_request, prompt_request
 from service.config import ServiceConfig
 from service.logs import configure_logs
+from service.security import SecurityConfig
 
 ENGINE = EngineConfig()  # the defaults of the flags
 SERVICE = ServiceConfig()
@@ -66,6 +69,9 @@ def serve(
     preemption_mode: Annotated[
         PreemptionMode, flag("--preemption-mode", "What becomes of a preempted request's KV blocks.")
     ] = ENGINE.preemption_mode,
+    admission_forecast: Annotated[
+        bool, flag("--admission-forecast/--no-admission-forecast", "Admit by expected output lengths.")
+    ] = ENGINE.admission_forecast,
     enable_prefix_caching: Annotated[
         bool, flag("--enable-prefix-caching/--no-enable-prefix-caching", "Share prompts' KV blocks.")
     ] = ENGINE.enable_prefix_caching,
@@ -85,6 +91,18 @@ def serve(
     drain_grace: Annotated[
         float, flag("--drain-grace", "Seconds at least of polite refusals after SIGTERM.", min=0.0)
     ] = SERVICE.drain_grace,
+    admin_port: Annotated[
+        int, flag("--admin-port", "Loopback port for drain by RPC and channelz; 0: none.", min=0, max=65535)
+    ] = 0,
+    tls_cert: Annotated[Path | None, flag("--tls-cert", "Server certificate, PEM.")] = None,
+    tls_key: Annotated[Path | None, flag("--tls-key", "Its key, PEM.")] = None,
+    tls_client_ca: Annotated[
+        Path | None, flag("--tls-client-ca", "Clients need a certificate signed by this one, PEM.")
+    ] = None,
+    auth_tokens: Annotated[
+        Path | None, flag("--auth-tokens", "File of bearer tokens; read again when it changes.")
+    ] = None,
+    insecure: Annotated[bool, flag("--insecure", "Listen beyond loopback without TLS and tokens.")] = False,
     in_process_engine: Annotated[
         bool, flag("--in-process-engine", "Engine on a thread of this process, for debugging.")
     ] = False,
@@ -109,6 +127,7 @@ def serve(
         gpu_memory_utilization=gpu_memory_utilization,
         swap_space_gib=swap_space_gib,
         preemption_mode=preemption_mode,
+        admission_forecast=admission_forecast,
         enable_prefix_caching=enable_prefix_caching,
         allocator=allocator,
         max_queued_requests=max_queued_requests,
@@ -123,6 +142,8 @@ def serve(
         metrics_port=metrics_port or None,
         drain_timeout=drain_timeout,
         drain_grace=drain_grace,
+        admin_port=admin_port or None,
+        security=SecurityConfig(tls_cert, tls_key, tls_client_ca, auth_tokens, insecure),
     )
     raise typer.Exit(
         run(lambda: serve_until_signalled(engine_config, service_config, in_process_engine=in_process_engine))
@@ -131,12 +152,21 @@ def serve(
 
 Address = Annotated[str, flag("--address", "HOST:PORT of a running service.")]
 DEFAULT_ADDRESS = f"{SERVICE.host}:{SERVICE.port}"
+TlsCa = Annotated[Path | None, flag("--tls-ca", "Certificate that signed the server's, PEM: connects with TLS.")]
+Token = Annotated[str | None, flag("--token", "Bearer token.")]
+
+
+def _client(address: str, tls_ca: Path | None, token: str | None) -> Client:
+    credentials = None if tls_ca is None else grpc.ssl_channel_credentials(tls_ca.read_bytes())
+    return Client(address, credentials=credentials, token=token)
 
 
 @app.command()
 def generate(
     prompt: Annotated[str, typer.Argument(help="Text to continue, or what to say with --chat.")],
     address: Address = DEFAULT_ADDRESS,
+    tls_ca: TlsCa = None,
+    token: Token = None,
     max_tokens: Annotated[int, flag("--max-tokens", "Most output tokens.", min=1)] = 256,
     temperature: Annotated[float, flag("--temperature", "0 is greedy.", min=0.0)] = 0.0,
     seed: Annotated[int | None, flag("--sampling-seed", "Makes sampling reproducible.", min=0)] = None,
@@ -153,7 +183,7 @@ def generate(
         start = prompt_request(prompt, max_tokens=max_tokens, sampling=sampling)
 
     async def main() -> None:
-        async with Client(address) as client:
+        async with _client(address, tls_ca, token) as client:
             await show_generation(client.generate(start), Console(), as_json=as_json)
 
     _run_client(main())
@@ -162,6 +192,8 @@ def generate(
 @app.command()
 def capacity(
     address: Address = DEFAULT_ADDRESS,
+    tls_ca: TlsCa = None,
+    token: Token = None,
     watch: Annotated[bool, flag("--watch", "Follow it.")] = False,
     as_json: Annotated[bool, flag("--json", "Print JSON, one object a line.")] = False,
 ) -> None:
@@ -171,7 +203,7 @@ def capacity(
     console = Console()
 
     async def main() -> None:
-        async with Client(address) as client:
+        async with _client(address, tls_ca, token) as client:
             if not watch:
                 snapshot = await client.capacity()
                 console.print(capacity_json(snapshot) if as_json else capacity_table(snapshot), soft_wrap=True)

@@ -106,8 +106,11 @@ class Client:
         address: str,
         *,
         credentials: grpc.ChannelCredentials | None = None,
+        token: str | None = None,
         options: Sequence[tuple[str, Any]] = (),
     ) -> None:
+        """credentials: TLS; None for plain text. token: sent as bearer token with every call."""
+        self._metadata = () if token is None else (("authorization", f"Bearer {token}"),)
         channel_options = [("grpc.service_config", SERVICE_CONFIG), ("grpc.enable_retries", 1), *options]
         if credentials is None:
             self.channel = aio.insecure_channel(address, channel_options)
@@ -129,7 +132,7 @@ class Client:
     @asynccontextmanager
     async def session(self) -> AsyncIterator[Session]:
         """One bidirectional stream for any number of concurrent requests. Leaving it cancels what still runs."""
-        session = Session(self._generation.Generate())  # type: ignore[call-arg]  # no iterator: written by `write`
+        session = Session(self._generation.Generate(metadata=self._metadata))  # type: ignore[call-arg]  # no iterator: written by `write`
         try:
             yield session
         finally:
@@ -144,13 +147,14 @@ class Client:
     async def cancel(self, *request_ids: str, reason: str = "") -> list[str]:
         """Cancels requests of any stream; those that were live are returned."""
         request = generation_pb2.CancelGenerationsRequest(request_ids=request_ids, reason=reason)
-        return list((await self._generation.CancelGenerations(request)).cancelled_request_ids)
+        return list((await self._generation.CancelGenerations(request, metadata=self._metadata)).cancelled_request_ids)
 
     async def capacity(self) -> capacity_pb2.Capacity:
-        return (await self._capacity.GetCapacity(capacity_pb2.GetCapacityRequest())).capacity
+        return (await self._capacity.GetCapacity(capacity_pb2.GetCapacityRequest(), metadata=self._metadata)).capacity
 
     async def watch_capacity(self) -> AsyncIterator[capacity_pb2.Capacity]:
-        async for response in self._capacity.WatchCapacity(capacity_pb2.WatchCapacityRequest()):
+        request = capacity_pb2.WatchCapacityRequest()
+        async for response in self._capacity.WatchCapacity(request, metadata=self._metadata):
             yield response.capacity
 
 

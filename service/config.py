@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from service.security import SecurityConfig
 from service.stream import StreamLimits
 
 
 @dataclass(frozen=True, slots=True)
 class ServiceConfig:
-    """port 0 picks a free one; metrics_port None serves no metrics. Times in seconds, sizes in bytes.
+    """port 0 picks a free one; None for metrics_port and admin_port opens none. Times in seconds, sizes in bytes.
 
     drain_timeout: how long running requests may go on after SIGTERM. drain_grace: how long at least the listener stays
     open to refuse politely. heartbeat_timeout: an engine silent for longer is not ready. max_message_bytes: the largest
@@ -25,3 +26,5 @@ class ServiceConfig:
     max_message_bytes: int = 4 << 20
     tokenizer_threads: int = 2
     stream: StreamLimits = field(default_factory=StreamLimits)
+    admin_port: int | None = None
+    security: SecurityConfig = field(default_factory=SecurityConfig)

@@ -23,7 +23,7 @@ from engine import (
     TokenLogprob,
     Usage,
 )
-from octavo.v1 import capacity_pb2, generation_pb2, tokenization_pb2
+from octavo.v1 import admin_pb2, capacity_pb2, generation_pb2, tokenization_pb2
 from service.request import ChatPrompt, Generation, OutputOptions, Prompt, TextPrompt, TokenPrompt
 from service.status import (
     Failure,
@@ -526,6 +526,23 @@ def detokenize_response(text: str, raw: bytes) -> tokenization_pb2.DetokenizeRes
 
 def tokenizer_chunk(data: bytes, sha256: str = "") -> tokenization_pb2.DownloadTokenizerResponse:
     return tokenization_pb2.DownloadTokenizerResponse(data=data, sha256=sha256)
+
+
+# --- admin ---------------------------------------------------------------------------------------------------------
+
+
+def parse_drain(request: admin_pb2.DrainRequest) -> float | None:
+    """Seconds for running requests; None for the configured time."""
+    if not request.HasField("timeout"):
+        return None
+    seconds = _seconds(request.timeout, "timeout")
+    if not 0.0 <= seconds <= MAX_TIMEOUT_SECONDS:
+        raise refuse(invalid("timeout", f"is not within 0 to {MAX_TIMEOUT_SECONDS:g} s"))
+    return seconds
+
+
+def drain_response(live_requests: int) -> admin_pb2.DrainResponse:
+    return admin_pb2.DrainResponse(live_requests=live_requests)
 
 
 # --- capacity ------------------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from grpc import aio
 from octavo.v1 import generation_pb2, generation_pb2_grpc
 from service import convert
 from service.intake import Intake
+from service.orca import attach_report
 from service.output import PendingBytes, RequestOutput
 from service.replica import Replica
 from service.request import Generation
@@ -70,6 +71,7 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
         finally:
             if not output.closed:
                 output.control.release()
+        attach_report(context, self._replica)
         if output.failure is not None:
             await abort(context, output.failure)
         return output.take_all()
@@ -120,6 +122,7 @@ class StreamCall:
             self._release()
             for task in tasks:
                 task.cancel()
+        attach_report(self._context, self._replica)
         if failure is not None:
             await abort_bounded(self._context, failure)
 

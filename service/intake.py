@@ -14,6 +14,7 @@ from service.output import PendingBytes, RequestOutput
 from service.replica import Replica
 from service.request import ChatPrompt, Generation, TextPrompt, TokenPrompt
 from service.status import Failure, RequestRefusedError, engine_died, internal, invalid
+from service.tokens import CALLER
 
 LOGGER = logging.getLogger(__name__)
 
@@ -51,9 +52,12 @@ class Intake:
     ) -> RequestOutput:
         """Starts a request; long prompts are tokenized in a thread meanwhile. rpc_deadline: `time.monotonic()`."""
         request, output = self._new_output(generation, pending, on_ready)
+        quota = self._replica.quotas.refusal(request.caller)
         self._replica.live.add(request)
         deadline = _earlier(rpc_deadline, _after(generation.arrival, generation.timeout))
         try:
+            if quota is not None:
+                raise RequestRefusedError(quota)
             self._admission.check()
             self._check_bytes(generation)
             if _text_bytes(generation) <= INLINE_BYTES:
@@ -73,7 +77,7 @@ class Intake:
         replica = self._replica
         engine_id = replica.new_engine_id()
         client_id = generation.request_id or engine_id
-        request = LiveRequest(replica.engine, engine_id, client_id, replica.live)
+        request = LiveRequest(replica.engine, engine_id, client_id, CALLER.get(), replica.live)
         timer = replica.metrics.timer(generation.arrival)
         output = RequestOutput(generation, request, replica.tokenizer, timer, pending, on_ready)
         request.output = output

@@ -5,18 +5,23 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 
-from engine import EngineClient
+from engine import EngineClient, Usage
 from service.output import RequestOutput
+from service.quota import Quotas
 from service.status import Failure
 from service.stream import OutputStream
+from service.tokens import Principal
 
 
 class LiveRequest:
     """A request from its arrival to the engine's last word on it, tokenization included."""
 
-    def __init__(self, engine: EngineClient, engine_id: str, client_id: str, requests: LiveRequests) -> None:
+    def __init__(
+        self, engine: EngineClient, engine_id: str, client_id: str, caller: Principal, requests: LiveRequests
+    ) -> None:
         self.engine_id = engine_id
         self.client_id = client_id
+        self.caller = caller
         self.submitted = False
         self.tokenization: asyncio.Task[None] | None = None
         self.output: RequestOutput | None = None
@@ -67,9 +72,10 @@ class LiveRequest:
 
 
 class LiveRequests:
-    """All live requests by engine id, and by the id that their clients gave them."""
+    """All live requests by engine id, and by the id that their clients gave them. They count against quotas."""
 
-    def __init__(self) -> None:
+    def __init__(self, quotas: Quotas) -> None:
+        self._quotas = quotas
         self._by_engine_id: dict[str, LiveRequest] = {}
         self._by_client_id: dict[str, set[str]] = {}
 
@@ -82,6 +88,7 @@ class LiveRequests:
     def add(self, request: LiveRequest) -> None:
         self._by_engine_id[request.engine_id] = request
         self._by_client_id.setdefault(request.client_id, set()).add(request.engine_id)
+        self._quotas.begin(request.caller)
 
     def remove(self, request: LiveRequest) -> None:
         """Idempotent."""
@@ -91,6 +98,8 @@ class LiveRequests:
         same_id.discard(request.engine_id)
         if not same_id:
             del self._by_client_id[request.client_id]
+        usage = request.output.usage_so_far if request.output is not None else Usage()
+        self._quotas.end(request.caller, usage.prompt_tokens + usage.completion_tokens)
 
     def find(self, request_id: str) -> LiveRequest | None:
         """By engine id, or by a client's id if only one live request has it."""

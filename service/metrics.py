@@ -21,6 +21,7 @@ from engine import EngineInfo, EngineStats, Timing, Usage
 from service.status import Failure
 
 SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 120, 300, 600)
+FAULTS = ("ENGINE_ERROR", "ENGINE_DIED", "ENGINE_STALLED")
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
 
 
@@ -106,6 +107,15 @@ class Metrics:
 
     def outcome(self, name: str) -> None:
         self._outcomes[name] = self._outcomes.get(name, 0) + 1
+
+    @property
+    def ended(self) -> int:
+        return sum(self._outcomes.values())
+
+    @property
+    def faults(self) -> int:
+        """Requests that ended by a fault of this replica."""
+        return sum(self._outcomes.get(reason, 0) for reason in FAULTS)
 
     def outcomes(self, name: str) -> int:
         """Requests that ended so: `finished`, `cancelled` or a failure's reason."""

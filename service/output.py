@@ -300,7 +300,7 @@ class RequestOutput:
         if self.closed:
             self.failure = failure.with_usage(self.usage)
         else:
-            self._close(failure, self._running_usage())
+            self._close(failure, self.usage_so_far)
             self.control.release()
         self._on_ready(self)
 
@@ -425,7 +425,7 @@ class RequestOutput:
             token_ids=piece.token_ids if options.token_ids else (),
             logprobs=piece.logprobs,
             tokenizer=self._tokenizer,
-            usage=self._running_usage() if options.usage_in_deltas else None,
+            usage=self.usage_so_far if options.usage_in_deltas else None,
             finish=piece.finish,
             stop_sequence=piece.stop_sequence,
         )
@@ -457,7 +457,8 @@ class RequestOutput:
         else:
             convert.add_finished(events, self.request_id, self._next_sequence(), self.usage, self.timing)
 
-    def _running_usage(self) -> Usage:
+    @property
+    def usage_so_far(self) -> Usage:
         if self.closed:
             return self.usage
         prompt_tokens = self._admitted.prompt_tokens if self._admitted is not None else 0

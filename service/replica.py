@@ -15,6 +15,8 @@ from service.config import ServiceConfig
 from service.convert import ServedModel
 from service.live import LiveRequests, OpenStreams
 from service.metrics import Metrics
+from service.quota import Quotas
+from service.rate import RequestRate
 from service.revision import Revision
 
 WATCH_SECONDS = 0.1
@@ -41,12 +43,14 @@ class Replica:
         self.engine = engine
         self.tokenizer = tokenizer
         self.config = config
-        self.live = LiveRequests()
+        self.quotas = Quotas()
+        self.live = LiveRequests(self.quotas)
+        self.rate = RequestRate()
         self.streams = OpenStreams()
         self.metrics = Metrics(engine, lambda: self.ready)
         self.changes = Revision()
         self.draining = False
-        self.stopping = False
+        self._stop = asyncio.Event()
         self.tokenizer_threads = ThreadPoolExecutor(config.tokenizer_threads, "octavo-tokenizer")
         self.max_prompt_bytes = engine.info.max_prompt_tokens * longest_token(tokenizer)
         self._ids = itertools.count(1)
@@ -117,8 +121,18 @@ class Replica:
 
     def begin_stop(self) -> None:
         """Watches end."""
-        self.stopping = True
+        self._stop.set()
         self.changes.advance()
+
+    @property
+    def stopping(self) -> bool:
+        return self._stop.is_set()
+
+    async def sleep(self, seconds: float) -> None:
+        """Sleeps, but not beyond the stop."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._stop.wait()
 
     def refresh(self) -> None:
         """Tells watchers if readiness changed."""
@@ -129,7 +143,9 @@ class Replica:
 
     async def _watch_forever(self) -> None:
         while True:
-            self.streams.check_stalls(time.monotonic())
+            now = time.monotonic()
+            self.streams.check_stalls(now)
+            self.rate.update(self.metrics.ended, self.metrics.faults, now)
             self.refresh()
             await asyncio.sleep(WATCH_SECONDS)
 

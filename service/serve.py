@@ -20,7 +20,7 @@ from engine import (
     load_tokenizer,
 )
 from service.config import ServiceConfig
-from service.server import Server
+from service.server import Server, check_security
 
 LOGGER = logging.getLogger(__name__)
 
@@ -60,6 +60,7 @@ async def serve_engine(engine: EngineClient, tokenizer: Tokenizer, config: Servi
     """As `serve`, over any engine. The engine's process is spawned before gRPC starts its threads."""
     signals = Signals()
     try:
+        check_security(config)
         if not await _start_engine(engine, signals):
             return EXIT_OK
         server = Server(engine, tokenizer, config)
@@ -71,8 +72,10 @@ async def serve_engine(engine: EngineClient, tokenizer: Tokenizer, config: Servi
         return _fail(str(error), EXIT_CONFIGURATION)
     except EngineError as error:
         return _fail(str(error), EXIT_FAULT)
+    if config.admin_port is not None:
+        LOGGER.info("admin port is open", extra={"port": server.admin_port})
     print(ready_line(server.address, engine.info), flush=True)
-    await signals.drain.wait()
+    await _first(signals.drain, server.drain_requested)
     await server.drain(signals.stop)
     return EXIT_OK
 
@@ -91,6 +94,13 @@ async def _start_engine(engine: EngineClient, signals: Signals) -> bool:
         await starting
     await engine.stop()
     return False
+
+
+async def _first(*events: asyncio.Event) -> None:
+    waits = [asyncio.ensure_future(event.wait()) for event in events]
+    await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    for wait in waits:
+        wait.cancel()
 
 
 def ready_line(address: str, info: EngineInfo) -> str:

@@ -6,27 +6,37 @@ import asyncio
 import contextlib
 import logging
 import time
+from typing import Any
 from wsgiref.simple_server import WSGIServer
 
+import grpc
 from grpc import aio
+from grpc_channelz.v1 import channelz
 
 from engine import EngineClient, Tokenizer
-from octavo.v1 import capacity_pb2_grpc, generation_pb2_grpc, tokenization_pb2_grpc
+from octavo.v1 import admin_pb2_grpc, capacity_pb2_grpc, generation_pb2_grpc, tokenization_pb2_grpc
+from service.admin import AdminService
 from service.capacity import CapacityService
 from service.config import ServiceConfig
 from service.generation import GenerationService
 from service.health import HealthMessages, HealthService
+from service.interceptors import BearerAuthentication
 from service.metrics import serve_metrics
-from service.reflection import enable_reflection
+from service.orca import OpenRcaService
+from service.reflection import ADMIN_SERVICES, SERVICES, enable_reflection
 from service.replica import Replica
+from service.security import check_exposure, listen_address, server_credentials
 from service.status import drain_timeout, draining
 from service.tokenization import TokenizationService
+from service.tokens import Right, TokenFile
 
 LOGGER = logging.getLogger(__name__)
 
 DRAIN_POLL_SECONDS = 0.02
 LAST_EVENTS_SECONDS = 2.0
 STOP_GRACE_SECONDS = 0.5
+TOKENS_RELOAD_SECONDS = 1.0
+LOOPBACK = "127.0.0.1"
 
 
 def server_options(config: ServiceConfig) -> list[tuple[str, int]]:
@@ -45,56 +55,82 @@ def server_options(config: ServiceConfig) -> list[tuple[str, int]]:
     ]
 
 
+def check_security(config: ServiceConfig) -> None:
+    """Raises ConfigurationError for an address that is too open, for certificates or tokens that are no good."""
+    check_exposure(config.host, config.security)
+    server_credentials(config.security)
+    if config.security.tokens is not None:
+        TokenFile(config.security.tokens)
+
+
 class Server:
     """A gRPC server over a started engine. Keep a reference to it while it serves."""
 
-    def __init__(
-        self,
-        engine: EngineClient,
-        tokenizer: Tokenizer,
-        config: ServiceConfig,
-    ) -> None:
+    def __init__(self, engine: EngineClient, tokenizer: Tokenizer, config: ServiceConfig) -> None:
+        """Raises ConfigurationError as `check_security` does."""
+        check_security(config)
         self.config = config
         self.replica = Replica(engine, tokenizer, config)
         self.port = 0
-        self._grpc = aio.server(options=server_options(config))
+        self.admin_port = 0
+        self.drain_requested = asyncio.Event()
+        self.drain_timeout = config.drain_timeout
+        self.tokens = TokenFile(config.security.tokens) if config.security.tokens is not None else None
+        self._credentials = server_credentials(config.security)
+        self._grpc = aio.server(options=server_options(config), interceptors=self._interceptors(Right.GENERATE))
+        self._admin = aio.server(options=server_options(config), interceptors=self._interceptors(Right.ADMIN))
         self._metrics: WSGIServer | None = None
+        self._watching: asyncio.Task[None] | None = None
         self._add_services()
 
     @property
     def address(self) -> str:
-        return f"{self.config.host}:{self.port}"
+        return listen_address(self.config.host, self.port)
+
+    def _interceptors(self, right: Right) -> list[aio.ServerInterceptor[Any, Any]]:
+        return [] if self.tokens is None else [BearerAuthentication(self.tokens, right)]
 
     def _add_services(self) -> None:
         replica, server = self.replica, self._grpc
         generation_pb2_grpc.add_GenerationServiceServicer_to_server(GenerationService(replica), server)
         tokenization_pb2_grpc.add_TokenizationServiceServicer_to_server(TokenizationService(replica), server)
         capacity_pb2_grpc.add_CapacityServiceServicer_to_server(CapacityService(replica), server)
-        server.add_generic_rpc_handlers((HealthService(replica, HealthMessages()).handler(),))
-        enable_reflection(server)
+        health, orca = HealthService(replica, HealthMessages()), OpenRcaService(replica)
+        server.add_generic_rpc_handlers((health.handler(), orca.handler()))
+        enable_reflection(server, SERVICES)
+        admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminService(replica, self.request_drain), self._admin)
+        channelz.add_channelz_servicer(self._admin)  # type: ignore[arg-type]  # takes both kinds of server
+        enable_reflection(self._admin, ADMIN_SERVICES)
+
+    def request_drain(self, timeout: float | None = None) -> None:
+        """Asks whoever runs this server to drain it. timeout: seconds for running requests."""
+        if timeout is not None:
+            self.drain_timeout = timeout
+        self.drain_requested.set()
 
     async def start(self) -> None:
         """Listens. Raises OSError if a port cannot be had."""
         config = self.config
-        try:
-            self.port = self._grpc.add_insecure_port(f"{config.host}:{config.port}")
-        except RuntimeError as error:
-            raise OSError(f"cannot listen on {config.host}:{config.port}: {error}") from error
+        self.port = add_port(self._grpc, config.host, config.port, self._credentials)
+        if config.admin_port is not None:
+            self.admin_port = add_port(self._admin, LOOPBACK, config.admin_port, None)
+            await self._admin.start()
         if config.metrics_port is not None:
             self._metrics = serve_metrics(self.replica.metrics, config.host, config.metrics_port)
         await self._grpc.start()
+        self._watching = asyncio.create_task(self._watch_tokens())
         self.replica.start_watching()
         self.replica.refresh()
 
     async def drain(self, stop_now: asyncio.Event | None = None) -> None:
-        """Refuses new requests, lets running ones end within `drain_timeout` or until `stop_now`, then stops."""
-        replica, config = self.replica, self.config
+        """Refuses new requests, lets running ones end within the drain time or until `stop_now`, then stops."""
+        replica, timeout = self.replica, self.drain_timeout
         stop_now = stop_now or asyncio.Event()
         LOGGER.info("draining", extra={"live_requests": len(replica.live)})
         started = time.monotonic()
         replica.begin_drain()
-        await self._wait_idle(started + config.drain_timeout, stop_now)
-        await _wait_event(stop_now, started + min(config.drain_grace, config.drain_timeout))
+        await self._wait_idle(started + timeout, stop_now)
+        await _wait_event(stop_now, started + min(self.config.drain_grace, timeout))
         if self._has_work():
             for request in replica.live:
                 request.cancel_with(drain_timeout())
@@ -105,7 +141,9 @@ class Server:
         """Ends every RPC and the engine. Idempotent."""
         self.replica.begin_stop()
         self.replica.streams.fail_all(draining())
-        await self._grpc.stop(STOP_GRACE_SECONDS)
+        await asyncio.gather(self._grpc.stop(STOP_GRACE_SECONDS), self._admin.stop(STOP_GRACE_SECONDS))
+        if self._watching is not None:
+            self._watching.cancel()
         if self._metrics is not None:
             self._metrics.shutdown()
             self._metrics.server_close()
@@ -114,12 +152,28 @@ class Server:
         await self.replica.close()
         LOGGER.info("stopped")
 
+    async def _watch_tokens(self) -> None:
+        while self.tokens is not None:
+            await asyncio.sleep(TOKENS_RELOAD_SECONDS)
+            self.tokens.reload_if_changed()
+
     def _has_work(self) -> bool:
         return len(self.replica.live) > 0 or self.replica.streams.has_output
 
     async def _wait_idle(self, until: float, stop_now: asyncio.Event) -> None:
         while self._has_work() and time.monotonic() < until and not stop_now.is_set():  # noqa: ASYNC110
             await asyncio.sleep(DRAIN_POLL_SECONDS)
+
+
+def add_port(server: aio.Server, host: str, port: int, credentials: grpc.ServerCredentials | None) -> int:
+    """The port that was taken. Raises OSError."""
+    address = listen_address(host, port)
+    try:
+        if credentials is None:
+            return server.add_insecure_port(address)
+        return server.add_secure_port(address, credentials)
+    except RuntimeError:
+        raise OSError(f"cannot listen on {address}") from None
 
 
 async def _wait_event(event: asyncio.Event, until: float) -> None:

@@ -187,6 +187,26 @@ def internal(problem: str) -> Failure:
     return Failure(grpc.StatusCode.INTERNAL, "ENGINE_ERROR", problem)
 
 
+def quota_exceeded(problem: str, retry_after: float) -> Failure:
+    return Failure(
+        grpc.StatusCode.RESOURCE_EXHAUSTED,
+        "QUOTA_EXCEEDED",
+        problem,
+        retry_after=retry_after,
+        pushback_ms=max(RETRY_AT_ONCE, milliseconds(retry_after)),
+    )
+
+
+def no_token(*, missing: bool) -> Failure:
+    problem = "this server needs a bearer token" if missing else "this bearer token is not known"
+    return Failure(grpc.StatusCode.UNAUTHENTICATED, "TOKEN_MISSING" if missing else "TOKEN_INVALID", problem)
+
+
+def not_allowed(caller: str, right: str) -> Failure:
+    problem = f"the token of {caller!r} does not allow {right!r}"
+    return Failure(grpc.StatusCode.PERMISSION_DENIED, "RIGHT_MISSING", problem, metadata={"right": right})
+
+
 def duplicate_request_id(request_id: str) -> Failure:
     return Failure(
         grpc.StatusCode.ALREADY_EXISTS,
@@ -294,7 +314,8 @@ def trailing_metadata(failure: Failure) -> tuple[tuple[str, str | bytes], ...]:
 
 async def abort(context: aio.ServicerContext[Any, Any], failure: Failure) -> NoReturn:
     """Ends the RPC with the failure's status and details."""
-    await context.abort(failure.code, failure.message, trailing_metadata(failure))
+    trailers = (*trailing_metadata(failure), *(context.trailing_metadata() or ()))
+    await context.abort(failure.code, failure.message, trailers)
     raise AssertionError("abort returned")
 
 

@@ -1,4 +1,4 @@
-"""`python -m tests.service.fake_server [PORT]`: the real server process over the scripted engine.
+"""`python -m tests.service.fake_server [PORT [ADMIN_PORT]]`: the real server process over the scripted engine.
 
 A prompt that starts with "slow" gets a token every 20 ms; other requests are as fast as the scripted engine is.
 """
@@ -23,8 +23,9 @@ def main() -> int:
     configure_logs("info")
     engine = FakeEngineClient()
     engine.plan = plan
-    port = int(sys.argv[1]) if len(sys.argv) > 1 else 0
-    return run(lambda: serve_engine(engine, byte_tokenizer(), ServiceConfig(port=port)))
+    port, admin_port = (*map(int, sys.argv[1:]), *([0, 0][len(sys.argv) - 1 :]))
+    config = ServiceConfig(port=port, admin_port=admin_port or None)
+    return run(lambda: serve_engine(engine, byte_tokenizer(), config))
 
 
 if __name__ == "__main__":

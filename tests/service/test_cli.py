@@ -77,6 +77,7 @@ def test_flags_reach_the_configuration(parsed: Parse) -> None:
         *("--kv-cache-tokens", "640", "--gpu-memory-utilization", "0.5", "--swap-space-gib", "1.5"),
         *(
             "--no-enable-prefix-caching",
+            "--no-admission-forecast",
             "--preemption-mode",
             "recompute",
             "--allocator",
@@ -102,6 +103,7 @@ def test_flags_reach_the_configuration(parsed: Parse) -> None:
         gpu_memory_utilization=0.5,
         swap_space_gib=1.5,
         enable_prefix_caching=False,
+        admission_forecast=False,
         preemption_mode=PreemptionMode.RECOMPUTE,
         allocator=AllocatorKind.CHECKED,
         max_queued_requests=5,
