@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 import uuid
 from collections.abc import Callable, Iterable
@@ -9,6 +10,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from engine import _runtime
 from engine.config import Device, EngineConfig
 from engine.errors import ConfigurationError, EngineError
 from engine.kv.allocator import make_allocator
@@ -76,8 +78,7 @@ class Engine:
         check_config(config)
         report = progress or (lambda _: None)
         device = choose_device(config.device)
-        if config.num_threads is not None:
-            torch.set_num_threads(config.num_threads)
+        set_threads(config, device)
         model = load_model(config, device, report)
         self.config = config
         self.model = model
@@ -241,11 +242,16 @@ def check_config(config: EngineConfig) -> None:
         raise ConfigurationError(f"gpu_memory_utilization must be in (0, 1], not {config.gpu_memory_utilization}")
 
 
+def set_threads(config: EngineConfig, device: torch.device) -> None:
+    """The runtime's own threads do a CPU step's work; torch's would only compete with them for the cores."""
+    if device.type == "cpu":
+        torch.set_num_threads(1)
+        _runtime.set_num_threads(config.num_threads or len(os.sched_getaffinity(0)))
+
+
 def choose_device(device: Device) -> torch.device:
     """AUTO takes CUDA where torch and the runtime have it. Raises ConfigurationError if CUDA is asked for and
     missing."""
-    from engine import _runtime
-
     usable = torch.cuda.is_available() and _runtime.has_cuda()
     if device is Device.CUDA and not usable:
         missing = "torch sees no GPU" if not torch.cuda.is_available() else "the runtime was built without CUDA"
