@@ -207,6 +207,10 @@ class FakeEngineClient:
     def live_requests(self) -> int:
         return len(self._live)
 
+    @property
+    def live(self) -> list[FakeRequest]:
+        return list(self._live.values())
+
     def hang(self) -> None:
         """No step and no heartbeat from now on."""
         self._hung = True
