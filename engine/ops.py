@@ -132,6 +132,49 @@ def plan_attention(
     _runtime.plan_attention(context_lens, q_heads, kv_heads, head_dim, workspace, _stream(context_lens), cut, pdl)
 
 
+def decode_attention(
+    out: Tensor,
+    qkv: Tensor,
+    kv_pool: Tensor,
+    layer: int,
+    block_tables: Tensor,
+    context_lens: Tensor,
+    cos_sin: Tensor,
+    *,
+    scale: float,
+    workspace: Tensor,
+    bias: Tensor | None = None,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    norm_eps: float = 0.0,
+    planned: bool = False,
+    pdl: bool = False,
+) -> None:
+    """`write_kv` and `paged_attention` of a decode step in one kernel; CUDA only, the whole head rotates.
+
+    out [S, Hq, D]; qkv [S, (Hq + 2 Hkv) * D]; context_lens [S] with this step's token, whose position is
+    context_lens - 1 and whose slot is by block_tables. Context length 0: nothing is written, zeros come out.
+    """
+    _runtime.decode_attention(
+        out,
+        qkv,
+        kv_pool,
+        layer,
+        block_tables,
+        context_lens,
+        cos_sin,
+        scale,
+        workspace,
+        bias,
+        q_norm,
+        k_norm,
+        norm_eps,
+        _stream(qkv),
+        planned,
+        pdl,
+    )
+
+
 def embed(
     out: Tensor,
     table: Tensor,

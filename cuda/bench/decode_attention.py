@@ -94,7 +94,9 @@ class Case:
 
 
 class Ours:
-    def __init__(self, case: Case, *, pdl: bool, cut: int = 0, write: bool = False) -> None:
+    """write: None: attention on finished queries; "kernel": write_kv in front of it; "fused": decode_attention."""
+
+    def __init__(self, case: Case, *, pdl: bool, cut: int = 0, write: str | None = None) -> None:
         self.case, self.pdl, self.cut, self.write = case, pdl, cut, write
         q_heads, kv_heads, head_dim = case.heads
         batch = len(case.contexts)
@@ -114,7 +116,10 @@ class Ours:
         ops.plan_attention(case.lens, q_heads, kv_heads, head_dim, self.workspace, cut=self.cut)
         for table, slots in zip(case.tables, self.slots, strict=True):
             for layer in range(case.layers):
-                if self.write:
+                if self.write == "fused":
+                    self.attend_fused(table, layer)
+                    continue
+                if self.write == "kernel":
                     ops.write_kv(
                         case.query, self.qkv, case.pool, layer, self.positions, slots, self.cos_sin, pdl=self.pdl
                     )
@@ -138,11 +143,27 @@ class Ours:
         )
         return self.out
 
+    def attend_fused(self, table: torch.Tensor, layer: int) -> None:
+        ops.decode_attention(
+            self.out,
+            self.qkv,
+            self.case.pool,
+            layer,
+            table,
+            self.case.lens,
+            self.cos_sin,
+            scale=self.case.heads[2] ** -0.5,
+            workspace=self.workspace,
+            planned=True,
+            pdl=self.pdl,
+        )
+
 
 def measure(model: str, cell: str, cuts: list[int], copy: float) -> dict[str, float | str]:
     case = Case.make(model, lengths(cell))
     variants: dict[str, Ours] = {"plain": Ours(case, pdl=False), "pdl": Ours(case, pdl=True)}
-    variants["pdl+write"] = Ours(case, pdl=True, write=True)
+    variants["pdl+write"] = Ours(case, pdl=True, write="kernel")
+    variants["pdl+fused"] = Ours(case, pdl=True, write="fused")
     for cut in cuts:
         variants[f"cut{cut}"] = Ours(case, pdl=True, cut=cut)
     steps: dict[str, Callable[[], None]] = {name: ours.step for name, ours in variants.items()}

@@ -54,7 +54,10 @@ class FlashInferDecode:
 
     @classmethod
     def peers(cls, case: Any) -> dict[str, FlashInferDecode]:
-        return {"fi": cls(case, False), "fi-tc": cls(case, True)}
+        """Its two kernels: with tensor cores, and without where that one has the group."""
+        q_heads, kv_heads, _ = case.heads
+        plain = {"fi": cls(case, False)} if q_heads // kv_heads in (1, 2, 3, 4, 8) else {}
+        return plain | {"fi-tc": cls(case, True)}
 
     def attend(self, index: int, layer: int) -> torch.Tensor:
         self.wrappers[index].run(self.case.query, self.case.pool[:, layer], out=self.out)

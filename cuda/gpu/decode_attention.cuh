@@ -10,8 +10,9 @@
 // merge in shared memory, the blocks of a cluster through distributed shared memory (sm_90), and splits of a long
 // sequence through global memory, where the last to arrive sums all in a fixed order.
 //
-// Under programmatic dependent launch the first step's KV is fetched before the previous kernel is waited for; only the
-// newest token's row, which that kernel may just be writing, is fetched again behind the wait.
+// The newest token's K and V take another way: through shared memory, into the fragments of the warp that owns them. So
+// under programmatic dependent launch all KV of the first step is fetched before the previous kernel is waited for, and
+// bias, QK-norm, RoPE and the write to the pool can be this kernel's prologue (decode_attention) rather than a kernel.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -40,17 +41,18 @@ struct SharedRow {
     return 8 * kLanes * kWide + 2 * (kRest * lane + word - 4 * kWide);
   }
 
-  template <bool kPastL1 = false, class T>
+  template <class T>
   static __device__ __forceinline__ void load(uint32_t (&w)[kWords], const T* row, int lane) {
 #pragma unroll
-    for (int i = 0; i < kWide; ++i) {
-      const T* from = row + element(lane, 4 * i);
-      kPastL1 ? ptx::load_past_l1<4>(w + 4 * i, from) : ptx::load_streaming<4>(w + 4 * i, from);
-    }
-    if constexpr (kRest > 0) {
-      const T* from = row + element(lane, 4 * kWide);
-      kPastL1 ? ptx::load_past_l1<kRest>(w + 4 * kWide, from) : ptx::load_streaming<kRest>(w + 4 * kWide, from);
-    }
+    for (int i = 0; i < kWide; ++i) ptx::load_streaming<4>(w + 4 * i, row + element(lane, 4 * i));
+    if constexpr (kRest > 0) ptx::load_streaming<kRest>(w + 4 * kWide, row + element(lane, 4 * kWide));
+  }
+
+  // `row` is an address in shared memory.
+  static __device__ __forceinline__ void load_shared(uint32_t (&w)[kWords], uint32_t row, int lane) {
+#pragma unroll
+    for (int i = 0; i < kWide; ++i) ptx::load_shared<4>(w + 4 * i, row + 2 * element(lane, 4 * i));
+    if constexpr (kRest > 0) ptx::load_shared<kRest>(w + 4 * kWide, row + 2 * element(lane, 4 * kWide));
   }
 };
 
@@ -76,13 +78,13 @@ struct Tile {
 #pragma unroll
     for (int i = 0; i < 4; ++i) ValueRow::load(value[i], values + value_token(c, i) * kDim, g);
   }
-  // Fetches one token's row again.
-  __device__ __forceinline__ void reload(const T* keys, const T* values, int token, int g, int c) {
-    if (g == token) KeyRow::template load<true>(upper, keys + g * kDim, c);
-    if (g + 8 == token) KeyRow::template load<true>(lower, keys + (g + 8) * kDim, c);
+  // Puts one token's key and value, rows in shared memory, in their places.
+  __device__ __forceinline__ void place(uint32_t key_row, uint32_t value_row, int token, int g, int c) {
+    if (g == token) KeyRow::load_shared(upper, key_row, c);
+    if (g + 8 == token) KeyRow::load_shared(lower, key_row, c);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      if (value_token(c, i) == token) ValueRow::template load<true>(value[i], values + token * kDim, g);
+      if (value_token(c, i) == token) ValueRow::load_shared(value[i], value_row, g);
     }
   }
 };
@@ -124,6 +126,7 @@ struct DecodeShared {
   static constexpr int kQueryPitch = (kDim <= 96 ? 48 : 80) * 2;  // elements; 16 banks on from row to row
   alignas(16) float out[kWarps][kMaxGroup][kDim + 8];
   alignas(16) T query[kMaxGroup][kQueryPitch];
+  alignas(16) T newest[2][kDim];  // the newest token's key and value
   alignas(16) float4 peer_out[kCluster > 1 ? kMaxGroup * kDim / 4 + kCluster : 1];
   float2 peer_stats[kCluster][kMaxGroup];
   float2 stats[kWarps][kMaxGroup];
@@ -214,14 +217,80 @@ class DecodeBlock {
     }
   }
 
-  __device__ __forceinline__ void load_queries(const Split& split) {
-    const T* from = static_cast<const T*>(args_.query) +
-                    (static_cast<int64_t>(split.seq) * args_.q_heads + split.kv_head * args_.group) * kDim;
-    constexpr int kPieces = kDim / 8;
-    for (int i = thread_; i < args_.group * kPieces; i += kThreads) {
-      Eight piece;
-      ptx::load_streaming<4>(piece.w, from + 8 * i);
-      *reinterpret_cast<Eight*>(&shared_.query[i / kPieces][8 * (i % kPieces)]) = piece;
+  // The block whose warp reads the newest token.
+  __device__ __forceinline__ bool owns_newest(const Split& split) const {
+    const int last_step = (split.length - 1) / kStepTokens;
+    return split.length > 0 && split.end == last_step + 1 && (last_step - split.begin) % kCluster == rank_;
+  }
+
+  // Elements 2 * lane, 2 * lane + 1 and the two half a head further on: what one lane rotates. Lanes past a quarter of
+  // head_dim have none.
+  struct Pair {
+    uint32_t first = 0, second = 0;
+  };
+
+  __device__ __forceinline__ bool has_pair() const { return lane_ < kDim / 4; }
+
+  __device__ __forceinline__ Pair load_pair(const T* row) const {
+    Pair pair;
+    if (has_pair()) {
+      ptx::load_past_l1<1>(&pair.first, row + 2 * lane_);
+      ptx::load_past_l1<1>(&pair.second, row + kDim / 2 + 2 * lane_);
+    }
+    return pair;
+  }
+
+  __device__ __forceinline__ void store_pair(T* row, const Pair& pair) const {
+    if (!has_pair()) return;
+    *reinterpret_cast<uint32_t*>(row + 2 * lane_) = pair.first;
+    *reinterpret_cast<uint32_t*>(row + kDim / 2 + 2 * lane_) = pair.second;
+  }
+
+  // Bias, then RMSNorm over the head, then rotation, in fp32.
+  __device__ __forceinline__ Pair turned(const Pair& raw, const Pair& bias, const T* norm_weight, float2 cosine,
+                                         float2 sine) const {
+    using E = Element<T>;
+    float x0 = E::low(raw.first) + E::low(bias.first), x1 = E::high(raw.first) + E::high(bias.first);
+    float y0 = E::low(raw.second) + E::low(bias.second), y1 = E::high(raw.second) + E::high(bias.second);
+    if (norm_weight != nullptr) {
+      float squares = x0 * x0 + x1 * x1 + y0 * y0 + y1 * y1;
+#pragma unroll
+      for (int lanes = 16; lanes > 0; lanes /= 2) squares += __shfl_xor_sync(kAllLanes, squares, lanes);
+      const float scale = rsqrtf(squares * (1.0f / kDim) + args_.norm_eps);
+      const Pair weight = load_pair(norm_weight);
+      x0 *= scale * E::low(weight.first);
+      x1 *= scale * E::high(weight.first);
+      y0 *= scale * E::low(weight.second);
+      y1 *= scale * E::high(weight.second);
+    }
+    return {E::pack(x0 * cosine.x - y0 * sine.x, x1 * cosine.y - y1 * sine.y),
+            E::pack(y0 * cosine.x + x0 * sine.x, y1 * cosine.y + x1 * sine.y)};
+  }
+
+  // Queries, and in one block the newest key and value, into shared memory: a warp a row.
+  __device__ __forceinline__ void load_rows(const Split& split, T* newest_key, float2 cosine, float2 sine) {
+    const int rows = args_.group + (owns_newest(split) ? 2 : 0);
+    for (int row = warp_; row < rows; row += kWarps) {
+      const bool is_query = row < args_.group, is_key = row == args_.group;
+      const int head =
+          is_query ? split.kv_head * args_.group + row : args_.q_heads + split.kv_head + (is_key ? 0 : args_.kv_heads);
+      T* to = is_query ? shared_.query[row] : shared_.newest[is_key ? 0 : 1];
+      T* in_pool = newest_key + (is_key ? 0 : args_.value_offset);
+      if (args_.writes) {
+        const Pair raw = load_pair(static_cast<const T*>(args_.query) + split.seq * args_.query_stride + head * kDim);
+        const T* bias_row = static_cast<const T*>(args_.bias) + head * kDim;
+        const Pair bias = args_.bias != nullptr ? load_pair(bias_row) : Pair{};
+        const auto* norm = static_cast<const T*>(is_query ? args_.q_norm_weight
+                                                 : is_key ? args_.k_norm_weight
+                                                          : nullptr);
+        const bool rotates = is_query || is_key;
+        const Pair pair = turned(raw, bias, norm, rotates ? cosine : float2{1.0f, 1.0f}, rotates ? sine : float2{});
+        store_pair(to, pair);
+        if (!is_query) store_pair(in_pool, pair);
+      } else {
+        const T* query = static_cast<const T*>(args_.query) + split.seq * args_.query_stride + head * kDim;
+        store_pair(to, load_pair(is_query ? query : in_pool));
+      }
     }
   }
 
@@ -258,22 +327,27 @@ class DecodeBlock {
 #pragma unroll
       for (int u = 0; u < kStepBlocks; ++u) tile[u].load_values(values + at[u], g(), c());
     }
-    if (waits) {
-      ptx::wait_for_previous_kernel();
-      if (steps == 1 && first == last_step) {
-#pragma unroll
-        for (int u = 0; u < kStepBlocks; ++u) {
-          const int token = split.length - 1 - (first * kStepBlocks + u) * kBlockTokens;
-          if (token >= 0 && token < kBlockTokens) tile[u].reload(keys + at[u], values + at[u], token, g(), c());
-        }
-      }
+    // The newest token's place in the pool, and its angles.
+    const int newest = split.length - 1;
+    T* newest_key = nullptr;
+    if (split.length > 0) {
+      newest_key = const_cast<T*>(keys) + __ldg(table + last_block) * args_.block_stride + newest % kBlockTokens * kDim;
     }
-    load_queries(split);
+    float2 cosine = {1.0f, 1.0f}, sine = {0.0f, 0.0f};
+    if (args_.writes && split.length > 0 && has_pair()) {
+      const float2* angles = reinterpret_cast<const float2*>(args_.cos_sin + static_cast<int64_t>(newest) * kDim);
+      cosine = __ldg(angles + lane_);
+      sine = __ldg(angles + kDim / 4 + lane_);
+    }
+    if (waits) ptx::wait_for_previous_kernel();
+    load_rows(split, newest_key, cosine, sine);
     __syncthreads();
 
     float out[kValueWords][4] = {};
     float max0 = -INFINITY, max1 = -INFINITY, sum0 = 0.0f, sum1 = 0.0f;  // of query heads 2c and 2c + 1
     for (int step = 0; step < steps; ++step) {
+      const int at_step = first + step * kStride;
+      if (at_step == last_step) place_newest(tile, newest - at_step * kStepTokens);
       float score[kStepBlocks][4];
       scores(score, tile);
       const bool more = step + 1 < steps;
@@ -286,7 +360,6 @@ class DecodeBlock {
 #pragma unroll
         for (int u = 0; u < kStepBlocks; ++u) tile[u].load_keys(keys + at[u], g(), c());
       }
-      const int at_step = first + step * kStride;
       if (at_step == last_step) mask(score, tile, split.length - at_step * kStepTokens);
 
       float top0 = max0, top1 = max1;
@@ -359,6 +432,13 @@ class DecodeBlock {
 #pragma unroll
       for (int i = 0; i < 4; ++i) score[u][i] = (even[u][i] + odd[u][i]) * args_.scale_log2;
     }
+  }
+
+  // `token` counts from the step's first.
+  __device__ __forceinline__ void place_newest(Fragments (&tile)[kStepBlocks], int token) const {
+    const uint32_t key = ptx::shared_address(shared_.newest[0]), value = ptx::shared_address(shared_.newest[1]);
+#pragma unroll
+    for (int u = 0; u < kStepBlocks; ++u) tile[u].place(key, value, token - u * kBlockTokens, g(), c());
   }
 
   // Past the end of the context the pool holds anything, NaN too: scores are replaced and values zeroed.

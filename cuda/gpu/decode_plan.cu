@@ -208,11 +208,9 @@ size_t paged_attention_workspace_bytes(int32_t max_seqs, int32_t q_heads, int32_
   return bytes;
 }
 
-void plan_attention(const PlanAttentionArgs& args) {
+void plan_decode(const DecodeGrid& grid, const PlanAttentionArgs& args) {
   require(args.num_seqs <= kMaxSeqs, "plan_attention: more than 4096 sequences");
   require(args.cut >= 0 && args.cut <= kMaxCut, "plan_attention: cut must be from 0 to 64");
-  if (args.num_seqs == 0) return;
-  const DecodeGrid grid = decode_grid(args.num_seqs, args.kv_heads, args.head_dim);
   const DecodeWorkspace layout(grid, args.q_heads / args.kv_heads, args.head_dim);
   require(args.workspace != nullptr && args.workspace_bytes >= layout.bytes, "plan_attention: workspace too small");
   const PlanInputs inputs{args.context_lens, args.num_seqs, args.kv_heads, grid, current_device().multiprocessors,
@@ -220,6 +218,11 @@ void plan_attention(const PlanAttentionArgs& args) {
   const size_t shared_bytes = 2 * sizeof(int) * static_cast<size_t>(args.num_seqs);
   launch_kernel("plan_attention", plan_kernel, {.grid = dim3(1), .block = dim3(kThreads), .shared_bytes = shared_bytes},
                 args.launch, inputs, reinterpret_cast<Split*>(static_cast<char*>(args.workspace) + layout.plan));
+}
+
+void plan_attention(const PlanAttentionArgs& args) {
+  if (args.num_seqs == 0) return;
+  plan_decode(decode_grid(args.num_seqs, args.kv_heads, args.head_dim), args);
 }
 
 }  // namespace octavo::gpu

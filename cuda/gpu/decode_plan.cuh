@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-#include "octavo/tensor.h"
+#include "octavo/paged_attention.h"
 
 namespace octavo::gpu {
 
@@ -35,6 +35,9 @@ struct DecodeGrid {
 // The grid for a batch: one cluster a (sequence, KV head) where that fits, as large as it fits; else single blocks.
 DecodeGrid decode_grid(int num_seqs, int kv_heads, int head_dim);
 
+// plan_attention for a given grid.
+void plan_decode(const DecodeGrid& grid, const PlanAttentionArgs& args);
+
 // What lies in the workspace, as byte offsets. Tickets come first and have one place for every grid: they are zero
 // between launches, and nothing else may be written over them.
 struct DecodeWorkspace {
@@ -45,8 +48,9 @@ struct DecodeWorkspace {
 constexpr int kMaxGroup = 8;  // query heads a KV head: the columns of an mma
 struct Decode {
   void* out;
-  const void* query;
-  const void* pool;      // at this layer
+  const void* query;     // [num_seqs][query_stride]: queries; if `writes` the raw qkv row
+  int64_t query_stride;  // elements
+  void* pool;            // at this layer
   int64_t block_stride;  // elements
   int64_t value_offset;  // elements from a block's keys to its values
   const int* block_tables;
@@ -58,7 +62,14 @@ struct Decode {
   float4* outputs;   // [capacity][group * head_dim / 4]
   float scale_log2;  // scale * log2(e): probabilities are powers of two
   int q_heads;
+  int kv_heads;
   int group;
+  bool writes;  // bias, QK-norm, RoPE and the write of the newest K and V are still to do; else what follows is unused
+  const void* bias;
+  const void* q_norm_weight;
+  const void* k_norm_weight;
+  float norm_eps;
+  const float* cos_sin;
 };
 
 template <int kDim>

@@ -1,3 +1,4 @@
+#include <algorithm>
 #include <array>
 #include <mutex>
 
@@ -14,6 +15,16 @@ int attribute(cudaDeviceAttr name, int device) {
   return value;
 }
 
+__global__ void probe_kernel() {}
+
+// All kernels are compiled for the same architectures, so one tells which of them the driver has picked. Code for an
+// older one lacks what only newer ones have, whatever the device.
+int compiled_capability() {
+  cudaFuncAttributes attributes;
+  check(cudaFuncGetAttributes(&attributes, probe_kernel), "cudaFuncGetAttributes");
+  return attributes.ptxVersion;
+}
+
 }  // namespace
 
 const Device& current_device() {
@@ -23,9 +34,9 @@ const Device& current_device() {
   check(cudaGetDevice(&id), "cudaGetDevice");
   require(id < kMaxDevices, "more than 64 GPUs");
   std::call_once(read[id], [id] {
-    devices[id] = {
-        id, attribute(cudaDevAttrMultiProcessorCount, id),
-        10 * attribute(cudaDevAttrComputeCapabilityMajor, id) + attribute(cudaDevAttrComputeCapabilityMinor, id)};
+    const int capability =
+        10 * attribute(cudaDevAttrComputeCapabilityMajor, id) + attribute(cudaDevAttrComputeCapabilityMinor, id);
+    devices[id] = {id, attribute(cudaDevAttrMultiProcessorCount, id), std::min(capability, compiled_capability())};
   });
   return devices[id];
 }

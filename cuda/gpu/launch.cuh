@@ -22,7 +22,7 @@ inline void require(bool condition, const char* message) {
 struct Device {
   int id;
   int multiprocessors;
-  int capability;  // 10 * major + minor
+  int capability;  // 10 * major + minor that the kernels in use were compiled for: may be less than the device's own
 };
 
 const Device& current_device();

@@ -22,6 +22,7 @@ size_t paged_attention_workspace_bytes(int32_t, int32_t, int32_t, int32_t) {
   refuse("paged_attention_workspace_bytes");
 }
 void plan_attention(const PlanAttentionArgs&) { refuse("plan_attention"); }
+void decode_attention(const DecodeAttentionArgs&) { refuse("decode_attention"); }
 void write_kv(const WriteKvArgs&) { refuse("write_kv"); }
 void copy_blocks(const CopyBlocksArgs&) { refuse("copy_blocks"); }
 void rms_norm(const RmsNormArgs&) { refuse("rms_norm"); }

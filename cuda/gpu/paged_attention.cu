@@ -26,12 +26,23 @@ void with_head_dim(int head_dim, const F& f) {
   }
 }
 
-const void* at_layer(const KvPool& pool, int32_t layer) {
-  return static_cast<const uint16_t*>(pool.data) + layer * pool.layer_stride();
+void* at_layer(const KvPool& pool, int32_t layer) {
+  return static_cast<uint16_t*>(pool.data) + layer * pool.layer_stride();
 }
 
-void decode(const PagedAttentionArgs& args, int group) {
+int checked_group(const KvPool& pool, int32_t q_heads) {
+  const int group = q_heads / pool.kv_heads;
+  require(group >= 1 && group <= kMaxGroup && group * pool.kv_heads == q_heads,
+          "paged_attention: q_heads must be 1 to 8 times kv_heads");
+  require(pool.block_size == kBlockTokens, "paged_attention: block_size must be 16");
+  return group;
+}
+
+// What both decode ops have in common. `query` and its stride, and all that `writes` needs, are the caller's to add.
+template <class Args>
+void decode(const Args& args, Decode decode) {
   const KvPool& pool = args.pool;
+  const int group = checked_group(pool, args.q_heads);
   const DecodeGrid grid = decode_grid(args.num_seqs, pool.kv_heads, pool.head_dim);
   const DecodeWorkspace layout(grid, group, pool.head_dim);
   require(args.workspace != nullptr && args.workspace_bytes >= layout.bytes, "paged_attention: workspace too small");
@@ -39,29 +50,29 @@ void decode(const PagedAttentionArgs& args, int group) {
   if (!args.planned) {
     plan_attention({args.context_lens, args.num_seqs, args.q_heads, pool.kv_heads, pool.head_dim, 0, args.workspace,
                     args.workspace_bytes, launch});
-    launch.pdl = false;  // the plan is read before the wait
   }
   char* workspace = static_cast<char*>(args.workspace);
-  const Decode decode{args.out,
-                      args.query,
-                      at_layer(pool, args.layer),
-                      pool.block_stride(),
-                      pool.kv_stride(),
-                      args.block_tables,
-                      args.max_blocks_per_seq,
-                      reinterpret_cast<const Split*>(workspace + layout.plan),
-                      grid.capacity,
-                      reinterpret_cast<int*>(workspace + layout.tickets),
-                      reinterpret_cast<float2*>(workspace + layout.stats),
-                      reinterpret_cast<float4*>(workspace + layout.outputs),
-                      args.scale * kLog2E,
-                      args.q_heads,
-                      group};
+  decode.out = args.out;
+  decode.pool = at_layer(pool, args.layer);
+  decode.block_stride = pool.block_stride();
+  decode.value_offset = pool.kv_stride();
+  decode.block_tables = args.block_tables;
+  decode.max_blocks = args.max_blocks_per_seq;
+  decode.plan = reinterpret_cast<const Split*>(workspace + layout.plan);
+  decode.capacity = grid.capacity;
+  decode.tickets = reinterpret_cast<int*>(workspace + layout.tickets);
+  decode.stats = reinterpret_cast<float2*>(workspace + layout.stats);
+  decode.outputs = reinterpret_cast<float4*>(workspace + layout.outputs);
+  decode.scale_log2 = args.scale * kLog2E;
+  decode.q_heads = args.q_heads;
+  decode.kv_heads = pool.kv_heads;
+  decode.group = group;
   with_head_dim(pool.head_dim, [&]<int kDim>() { DecodeKernels<kDim>::launch(pool.dtype, grid, decode, launch); });
 }
 
-void prefill(const PagedAttentionArgs& args, int group) {
+void prefill(const PagedAttentionArgs& args) {
   const KvPool& pool = args.pool;
+  const int group = checked_group(pool, args.q_heads);
   const Prefill prefill{args.out,
                         args.query,
                         at_layer(pool, args.layer),
@@ -83,12 +94,27 @@ void prefill(const PagedAttentionArgs& args, int group) {
 }  // namespace
 
 void paged_attention(const PagedAttentionArgs& args) {
-  const int group = args.q_heads / args.pool.kv_heads;
-  require(group >= 1 && group <= kMaxGroup && group * args.pool.kv_heads == args.q_heads,
-          "paged_attention: q_heads must be 1 to 8 times kv_heads");
-  require(args.pool.block_size == kBlockTokens, "paged_attention: block_size must be 16");
   if (args.num_seqs == 0 || args.num_tokens == 0) return;
-  args.max_query_len == 1 ? decode(args, group) : prefill(args, group);
+  if (args.max_query_len > 1) return prefill(args);
+  Decode queries{};
+  queries.query = args.query;
+  queries.query_stride = static_cast<int64_t>(args.q_heads) * args.pool.head_dim;
+  decode(args, queries);
+}
+
+void decode_attention(const DecodeAttentionArgs& args) {
+  if (args.num_seqs == 0) return;
+  require(args.qkv_stride % 2 == 0, "decode_attention: the row stride of qkv must be even");
+  Decode rows{};
+  rows.query = args.qkv;
+  rows.query_stride = args.qkv_stride;
+  rows.writes = true;
+  rows.bias = args.bias;
+  rows.q_norm_weight = args.q_norm_weight;
+  rows.k_norm_weight = args.k_norm_weight;
+  rows.norm_eps = args.norm_eps;
+  rows.cos_sin = args.cos_sin;
+  decode(args, rows);
 }
 
 }  // namespace octavo::gpu

@@ -56,13 +56,15 @@ __device__ __forceinline__ void load_past_l1(uint32_t* w, const void* from) {
 
 template <int kWords>
 __device__ __forceinline__ void load_shared(uint32_t* w, uint32_t address) {
-  static_assert(kWords == 2 || kWords == 4);
+  static_assert(kWords == 1 || kWords == 2 || kWords == 4);
   if constexpr (kWords == 4) {
     asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3},[%4];"
                  : "=r"(w[0]), "=r"(w[1]), "=r"(w[2]), "=r"(w[3])
                  : "r"(address));
-  } else {
+  } else if constexpr (kWords == 2) {
     asm volatile("ld.shared.v2.u32 {%0,%1},[%2];" : "=r"(w[0]), "=r"(w[1]) : "r"(address));
+  } else {
+    asm volatile("ld.shared.u32 %0,[%1];" : "=r"(w[0]) : "r"(address));
   }
 }
 

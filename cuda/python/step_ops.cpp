@@ -1,5 +1,6 @@
 // The ops around the layers of a step: embedding, advance, the attention plan, sampling.
 #include <algorithm>
+#include <string>
 
 #include "octavo/embed.h"
 #include "octavo/paged_attention.h"
@@ -52,6 +53,62 @@ void plan_attention(const Tensor& context_lens, int32_t q_heads, int32_t kv_head
                                launch_on(stream, pdl)};
   nb::gil_scoped_release released;
   gpu::plan_attention(args);
+}
+
+void decode_attention(const Tensor& out, const Tensor& qkv, const Tensor& kv_pool_, int32_t layer,
+                      const Tensor& block_tables, const Tensor& context_lens, const Tensor& cos_sin, float scale,
+                      const Tensor& workspace, const OptionalTensor& bias, const OptionalTensor& q_norm,
+                      const OptionalTensor& k_norm, float norm_eps, uintptr_t stream, bool planned, bool pdl) {
+  const char* op = "decode_attention";
+  View pool_view(op, "kv_pool", kv_pool_);
+  View out_view(op, "out", out);
+  View qkv_view(op, "qkv", qkv);
+  View tables_view(op, "block_tables", block_tables);
+  View lens_view(op, "context_lens", context_lens);
+  View rotation_view(op, "cos_sin", cos_sin);
+  View workspace_view(op, "workspace", workspace);
+  DecodeAttentionArgs args{};
+  args.pool = kv_pool(pool_view);
+  if (pool_view.on_cpu()) pool_view.fail("must be on a GPU");
+  args.layer = layer;
+  if (layer < 0 || layer >= args.pool.layers) pool_view.fail("has no layer " + std::to_string(layer));
+  const int64_t dim = args.pool.head_dim;
+  out_view.rank(3).of(args.pool.dtype).contiguous().like(pool_view);
+  args.num_seqs = static_cast<int32_t>(out_view.size(0));
+  args.q_heads = static_cast<int32_t>(out_view.size(1));
+  if (out_view.size(2) != dim) out_view.fail("and kv_pool differ in head_dim");
+  const int64_t width = (args.q_heads + 2 * args.pool.kv_heads) * dim;
+  qkv_view.shape({args.num_seqs, width}).of(args.pool.dtype).like(pool_view);
+  if (qkv_view.stride(1) != 1) qkv_view.fail("must have dense rows");
+  tables_view.rank(2).of(Scalar::kInt32).contiguous().like(pool_view);
+  if (tables_view.size(0) != args.num_seqs) tables_view.fail("must have a row a sequence");
+  args.max_blocks_per_seq = static_cast<int32_t>(tables_view.size(1));
+  lens_view.shape({args.num_seqs}).of(Scalar::kInt32).contiguous().like(pool_view);
+  rotation_view.rank(2).of(Scalar::kFloat32).contiguous().like(pool_view);
+  if (rotation_view.size(1) != dim) rotation_view.fail("must be as wide as a head: the whole head rotates");
+  workspace_view.rank(1).of(Scalar::kUInt8).contiguous().like(pool_view);
+  const auto optional = [&](const char* name, const OptionalTensor& tensor, int64_t size) -> const void* {
+    if (tensor.object.is_none()) return nullptr;
+    View view(op, name, tensor);
+    return view.shape({size}).of(args.pool.dtype).contiguous().like(pool_view).data();
+  };
+  args.bias = optional("bias", bias, width);
+  args.q_norm_weight = optional("q_norm", q_norm, dim);
+  args.k_norm_weight = optional("k_norm", k_norm, dim);
+  args.norm_eps = norm_eps;
+  args.out = out_view.data();
+  args.qkv = qkv_view.data();
+  args.qkv_stride = qkv_view.stride(0);
+  args.cos_sin = rotation_view.data<const float>();
+  args.block_tables = tables_view.data<const int32_t>();
+  args.context_lens = lens_view.data<const int32_t>();
+  args.scale = scale;
+  args.workspace = workspace_view.data();
+  args.workspace_bytes = static_cast<size_t>(workspace_view.size(0));
+  args.planned = planned;
+  args.launch = launch_on(stream, pdl);
+  nb::gil_scoped_release released;
+  gpu::decode_attention(args);
 }
 
 void embed(const Tensor& out, const Tensor& table, const Tensor& token_ids, const OptionalTensor& sources,
@@ -163,6 +220,9 @@ void sample(const Tensor& tokens, const Tensor& logits, const OptionalTensor& te
 void init_step_ops(nb::module_& module) {
   module.def("plan_attention", plan_attention, "context_lens"_a, "q_heads"_a, "kv_heads"_a, "head_dim"_a, "workspace"_a,
              "stream"_a, "cut"_a = 0, "pdl"_a = false);
+  module.def("decode_attention", decode_attention, "out"_a, "qkv"_a, "kv_pool"_a, "layer"_a, "block_tables"_a,
+             "context_lens"_a, "cos_sin"_a, "scale"_a, "workspace"_a, "bias"_a.none(), "q_norm"_a.none(),
+             "k_norm"_a.none(), "norm_eps"_a, "stream"_a, "planned"_a = false, "pdl"_a = false);
   module.def("embed", embed, "out"_a, "table"_a, "token_ids"_a, "sources"_a.none(), "newest"_a.none(), "stream"_a,
              "pdl"_a = false);
   module.def("advance", advance, "out"_a, "table"_a, "newest"_a, "rows"_a, "context_lens"_a, "positions"_a, "slots"_a,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 
 import pytest
@@ -94,12 +95,73 @@ def test_blocks_beyond_two_to_the_31_elements() -> None:
     assert torch.equal(moved.attend(small.workspace()), small.attend(small.workspace()))
 
 
+@pytest.mark.parametrize("options", [(), ("bias",), ("q_norm", "k_norm"), ("bias", "q_norm", "k_norm")], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("heads", MODELS, ids=str)
+def test_the_fused_op_equals_write_kv_and_attention(
+    heads: tuple[int, int, int], dtype: torch.dtype, options: tuple[str, ...]
+) -> None:
+    """The newest rows of the pool start as NaN, so that reading one before it is written would show."""
+    q_heads, kv_heads, head_dim = heads
+    case = paged_case(EDGES, heads=heads, dtype=dtype)
+    generator = torch.Generator(device=DEVICE).manual_seed(3)
+    width = (q_heads + 2 * kv_heads) * head_dim
+
+    def random_tensor(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, device=DEVICE).to(dtype)
+
+    sizes = {"bias": width, "q_norm": head_dim, "k_norm": head_dim}
+    given = {name: random_tensor(sizes[name]) for name in options} | {"norm_eps": 1e-6}
+    qkv = random_tensor(len(EDGES), width + 64)[:, :width]
+    angles = 6 * torch.rand(max(EDGES), head_dim // 2, generator=generator, device=DEVICE)
+    cos_sin = torch.cat([angles.cos(), angles.sin()], dim=1)
+    positions = (case.context_lens - 1).clamp_min(0)
+    blocks = case.block_tables.gather(1, (positions // BLOCK).long()[:, None])[:, 0].long()
+    slots = torch.where(case.context_lens > 0, blocks * BLOCK + positions % BLOCK, -1)
+    live = slots[slots >= 0]
+    case.pool[live // BLOCK, case.layer, :, :, live % BLOCK] = torch.nan
+    separate = dataclasses.replace(case, query=torch.empty_like(case.query), pool=case.pool.clone())
+    ops.write_kv(
+        separate.query,
+        qkv,
+        separate.pool,
+        case.layer,
+        positions,
+        slots,
+        cos_sin,
+        **given,  # type: ignore[arg-type]
+    )
+    for cut in (0, 3):
+        out = torch.full_like(case.query, float("nan"))
+        ops.plan_attention(case.context_lens, q_heads, kv_heads, head_dim, workspace := case.workspace(), cut=cut)
+        ops.decode_attention(
+            out,
+            qkv,
+            case.pool,
+            case.layer,
+            case.block_tables,
+            case.context_lens,
+            cos_sin,
+            scale=case.scale,
+            workspace=workspace,
+            planned=True,
+            **given,  # type: ignore[arg-type]
+        )
+        assert relative_error(out, separate.truth()) < 1.2 * BOUND[dtype]
+        assert torch.equal(case.pool.isnan(), separate.pool.isnan())
+        assert relative_error(case.pool.nan_to_num(), separate.pool.nan_to_num().double()) < BOUND[dtype] / 20
+        case.pool[live // BLOCK, case.layer, :, :, live % BLOCK] = torch.nan
+
+
+@pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("heads", [(12, 2, 128), (16, 8, 128), (9, 3, 64)], ids=str)
 @pytest.mark.parametrize("batch", [1, 8, 40, 90])
-def test_a_chain_with_programmatic_launches_gives_the_same_bits(batch: int, heads: tuple[int, int, int]) -> None:
+def test_a_chain_with_programmatic_launches_gives_the_same_bits(
+    batch: int, heads: tuple[int, int, int], fused: bool
+) -> None:
     """Layer after layer in one graph, each layer's input made of the previous one's output, so that a kernel that did
     not wait would read stale numbers. New K and V rows start as NaN."""
-    plain, chained = (DecodeChain(batch, heads, pdl) for pdl in (False, True))
+    plain, chained = (DecodeChain(batch, heads, pdl, fused) for pdl in (False, True))
     assert torch.equal(plain.run(), chained.run())
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -112,12 +174,13 @@ def test_a_chain_with_programmatic_launches_gives_the_same_bits(batch: int, head
 
 
 class DecodeChain:
-    """rms_norm -> write_kv -> paged_attention over all layers of a pool, on a random qkv row for a projection."""
+    """rms_norm -> write_kv -> paged_attention, or the two in one, over all layers of a pool. The norm's row stands in
+    for the projection's."""
 
     LAYERS = 6
 
-    def __init__(self, batch: int, heads: tuple[int, int, int], pdl: bool) -> None:
-        self.pdl = pdl
+    def __init__(self, batch: int, heads: tuple[int, int, int], pdl: bool, fused: bool) -> None:
+        self.pdl, self.fused = pdl, fused
         self.heads = heads
         q_heads, kv_heads, head_dim = heads
         self.case = paged_case(ragged(batch, 1500, batch), heads=heads, layers=self.LAYERS, seed=1)
@@ -155,19 +218,39 @@ class DecodeChain:
         ops.plan_attention(case.context_lens, q_heads, kv_heads, head_dim, self.workspace)
         for layer in range(self.LAYERS):
             ops.rms_norm(self.normed, self.hidden, self.weight, 1e-6, pdl=pdl)
-            ops.write_kv(self.query, self.normed, case.pool, layer, self.positions, self.slots, self.cos_sin, pdl=pdl)
-            ops.paged_attention(
-                self.out,
-                self.query,
-                case.pool,
-                layer,
-                case.block_tables,
-                case.query_start,
-                case.context_lens,
-                max_query_len=1,
-                scale=case.scale,
-                workspace=self.workspace,
-                planned=True,
-                pdl=pdl,
-            )
+            self.fused_attention(layer) if self.fused else self.attention(layer)
             self.hidden[:, : q_heads * head_dim] += self.out.flatten(1)
+
+    def attention(self, layer: int) -> None:
+        case = self.case
+        ops.write_kv(self.query, self.normed, case.pool, layer, self.positions, self.slots, self.cos_sin, pdl=self.pdl)
+        ops.paged_attention(
+            self.out,
+            self.query,
+            case.pool,
+            layer,
+            case.block_tables,
+            case.query_start,
+            case.context_lens,
+            max_query_len=1,
+            scale=case.scale,
+            workspace=self.workspace,
+            planned=True,
+            pdl=self.pdl,
+        )
+
+    def fused_attention(self, layer: int) -> None:
+        case = self.case
+        ops.decode_attention(
+            self.out,
+            self.normed,
+            case.pool,
+            layer,
+            case.block_tables,
+            case.context_lens,
+            self.cos_sin,
+            scale=case.scale,
+            workspace=self.workspace,
+            planned=True,
+            pdl=self.pdl,
+        )

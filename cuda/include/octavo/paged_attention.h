@@ -43,6 +43,31 @@ struct PlanAttentionArgs {
   Launch launch;
 };
 
+// write_kv and paged_attention of a decode step in one: one token a sequence, position context_lens[s] - 1, its slot
+// from the block table. A sequence with context length 0 writes nothing and gets zeros.
+struct DecodeAttentionArgs {
+  void* out;           // [num_seqs, q_heads, head_dim], contiguous
+  const void* qkv;     // [num_seqs, (q_heads + 2 kv_heads) * head_dim], row stride qkv_stride
+  int64_t qkv_stride;  // elements
+  const void* bias;    // as in WriteKvArgs, each or null
+  const void* q_norm_weight;
+  const void* k_norm_weight;
+  float norm_eps;
+  const float* cos_sin;  // [max_positions, head_dim]: the whole head rotates
+  KvPool pool;           // of the dtype of all the above
+  int32_t layer;
+  const int32_t* block_tables;  // [num_seqs, max_blocks_per_seq]
+  const int32_t* context_lens;  // [num_seqs], including this step's token
+  int32_t num_seqs;
+  int32_t max_blocks_per_seq;
+  int32_t q_heads;
+  float scale;
+  void* workspace;  // as in PagedAttentionArgs
+  size_t workspace_bytes;
+  bool planned;
+  Launch launch;
+};
+
 namespace cpu {
 // Any head_dim that is a multiple of 8; fp32 accumulation; fp32 and bf16.
 void paged_attention(const PagedAttentionArgs& args);
@@ -52,6 +77,7 @@ namespace gpu {
 // head_dim 64, 80, 96 or 128; group q_heads/kv_heads 1..8; block_size 16; bf16 and fp16. Graph-safe.
 void paged_attention(const PagedAttentionArgs& args);
 void plan_attention(const PlanAttentionArgs& args);
+void decode_attention(const DecodeAttentionArgs& args);
 // Workspace for any batch up to max_seqs sequences: depends on capacities and the current device only.
 size_t paged_attention_workspace_bytes(int32_t max_seqs, int32_t q_heads, int32_t kv_heads, int32_t head_dim);
 }  // namespace gpu
