@@ -185,21 +185,31 @@ class Scheduler:
         return StepPlan(self._steps, scheduled, sampling, moves)
 
     def commit(self, plan: StepPlan, outcome: StepOutcome, now: float) -> None:
-        """Takes a step's sampled tokens into their sequences. Tokens of sequences that ended meanwhile are dropped."""
-        size = self.tables.block_size
-        logprobs = outcome.logprobs or [None] * len(plan.sampling)
+        """Takes a step's sampled tokens into their sequences. Tokens of sequences that ended meanwhile are dropped.
+
+        A loop over every sequence of every step: what most tokens do not need is behind `_settle`."""
+        size, events, failures, logprobs = self.tables.block_size, self._events, outcome.failures, outcome.logprobs
+        finished, generated = Phase.FINISHED, 0
         for index, (entry, token) in enumerate(zip(plan.sampling, outcome.token_ids, strict=True)):
             sequence = entry.sequence
             sequence.num_pending -= 1
-            if sequence.phase is Phase.FINISHED:
+            if sequence.phase is finished:
                 continue
-            if index in outcome.failures:
-                self.fail(sequence.group.request_id, FailureKind.ENGINE_ERROR, outcome.failures[index])
+            group, tokens = sequence.group, sequence.token_ids
+            if failures and index in failures:
+                self.fail(group.request_id, FailureKind.ENGINE_ERROR, failures[index])
                 continue
             computed = entry.start + entry.count
             if entry.count > 1 or computed % size == 0:
                 self.residency.publish(sequence, computed)
-            self._append(sequence, token, logprobs[index], now)
+            tokens.append(token)
+            generated += 1
+            ends = token in group.ending_ids or len(tokens) >= sequence.max_tokens_total
+            if ends or logprobs or group.first_token is None:
+                self._settle(sequence, token, ends, logprobs[index] if logprobs else None, now)
+            else:
+                events.append(TokensGenerated(group.request_id, sequence.candidate, [token]))
+        self.counters.generated_tokens += generated
 
     # -- figures -------------------------------------------------------------------------------------------------------
 
@@ -406,20 +416,14 @@ class Scheduler:
 
     # -- outcomes ------------------------------------------------------------------------------------------------------
 
-    def _append(self, sequence: Sequence, token: int, logprob: TokenLogprob | None, now: float) -> None:
-        group, tokens = sequence.group, sequence.token_ids
-        tokens.append(token)
-        self.counters.generated_tokens += 1
+    def _settle(self, sequence: Sequence, token: int, ends: bool, logprob: TokenLogprob | None, now: float) -> None:
+        """The event of a token that is its sequence's first, may be its last, or has log probabilities."""
+        group = sequence.group
         if group.first_token is None:
             group.first_token = now
-        finish = None
-        if token in group.ending_ids or len(tokens) >= sequence.max_tokens_total:
-            finish = self._finish_after(sequence, token)
-        self._events.append(
-            TokensGenerated(
-                group.request.request_id, sequence.candidate, [token], [] if logprob is None else [logprob], finish
-            )
-        )
+        finish = self._finish_after(sequence, token) if ends else None
+        logprobs = [] if logprob is None else [logprob]
+        self._events.append(TokensGenerated(group.request_id, sequence.candidate, [token], logprobs, finish))
         if finish is not None:
             if self.forecast is not None:
                 self.forecast.observe(sequence.num_generated)

@@ -74,10 +74,10 @@ class RequestGroup:
     eos_ids: frozenset[int] = frozenset()
     ending_ids: frozenset[int] = frozenset()  # both
     cached_prompt_tokens: int = 0
+    request_id: str = field(init=False)
 
-    @property
-    def request_id(self) -> str:
-        return self.request.request_id
+    def __post_init__(self) -> None:
+        self.request_id = self.request.request_id
 
     @property
     def done(self) -> bool:
