@@ -91,6 +91,14 @@ def serve(
     drain_grace: Annotated[
         float, flag("--drain-grace", "Seconds at least of polite refusals after SIGTERM.", min=0.0)
     ] = SERVICE.drain_grace,
+    heartbeat_timeout: Annotated[
+        float, flag("--heartbeat-timeout", "Seconds of engine silence until health says NOT_SERVING.", min=0.1)
+    ] = SERVICE.heartbeat_timeout,
+    hang_timeout: Annotated[
+        float | None,
+        flag("--hang-timeout", "Seconds of engine silence until it is killed; default 3, on a CPU 30.", min=0.1),
+    ] = SERVICE.hang_timeout,
+    restart_engine: Annotated[bool, flag("--restart-engine", "Replace an engine that died.")] = SERVICE.restart_engine,
     admin_port: Annotated[
         int, flag("--admin-port", "Loopback port for drain by RPC and channelz; 0: none.", min=0, max=65535)
     ] = 0,
@@ -142,6 +150,9 @@ def serve(
         metrics_port=metrics_port or None,
         drain_timeout=drain_timeout,
         drain_grace=drain_grace,
+        heartbeat_timeout=heartbeat_timeout,
+        hang_timeout=hang_timeout,
+        restart_engine=restart_engine,
         admin_port=admin_port or None,
         security=SecurityConfig(tls_cert, tls_key, tls_client_ca, auth_tokens, insecure),
     )

@@ -13,8 +13,9 @@ class ServiceConfig:
     """port 0 picks a free one; None for metrics_port and admin_port opens none. Times in seconds, sizes in bytes.
 
     drain_timeout: how long running requests may go on after SIGTERM. drain_grace: how long at least the listener stays
-    open to refuse politely. heartbeat_timeout: an engine silent for longer is not ready. max_message_bytes: the largest
-    request that is accepted, which bounds prompts too.
+    open to refuse politely. heartbeat_timeout: an engine silent for longer is not ready. hang_timeout and
+    restart_engine: as SupervisedEngine has them. max_message_bytes: the largest request that is accepted, which bounds
+    prompts too.
     """
 
     host: str = "127.0.0.1"
@@ -23,6 +24,8 @@ class ServiceConfig:
     drain_timeout: float = 30.0
     drain_grace: float = 0.5
     heartbeat_timeout: float = 2.0
+    hang_timeout: float | None = None
+    restart_engine: bool = False
     max_message_bytes: int = 4 << 20
     tokenizer_threads: int = 2
     stream: StreamLimits = field(default_factory=StreamLimits)

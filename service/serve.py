@@ -21,6 +21,7 @@ from engine import (
 )
 from service.config import ServiceConfig
 from service.server import Server, check_security
+from service.supervise import SupervisedEngine
 
 LOGGER = logging.getLogger(__name__)
 
@@ -52,7 +53,11 @@ async def serve(engine_config: EngineConfig, service_config: ServiceConfig, *, i
         tokenizer = await asyncio.to_thread(load_tokenizer, engine_config.model)
     except ConfigurationError as error:
         return _fail(str(error), EXIT_CONFIGURATION)
-    engine = create_engine_client(engine_config, in_process=in_process_engine, progress=_progress)
+    engine = SupervisedEngine(
+        lambda: create_engine_client(engine_config, in_process=in_process_engine, progress=_progress),
+        restart=service_config.restart_engine,
+        hang_timeout=service_config.hang_timeout,
+    )
     return await serve_engine(engine, tokenizer, service_config)
 
 

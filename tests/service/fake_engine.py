@@ -95,6 +95,7 @@ class FakeEngineClient:
         vocab_size: int = 300,
         first_letter: int = 97,
         state: EngineState = EngineState.READY,
+        instance_id: str = "fake-1",
     ) -> None:
         self.step_delay = step_delay
         self.plan: Callable[[GenerationRequest], Script] = lambda _: Script()
@@ -105,7 +106,7 @@ class FakeEngineClient:
         self.stats_overrides: dict[str, float] = {}
         self._first_letter = first_letter
         self._info = EngineInfo(
-            instance_id="fake-1",
+            instance_id=instance_id,
             model="fake",
             device="fake",
             dtype="none",

@@ -50,7 +50,12 @@ async def running(
     engine = engine or FakeEngineClient()
     config = replace(config or ServiceConfig(drain_grace=0.0), port=0)
     await engine.start()
-    server = Server(engine, byte_tokenizer(), config)
+    async with running_server(Server(engine, byte_tokenizer(), config), engine) as served:
+        yield served
+
+
+@asynccontextmanager
+async def running_server(server: Server, engine: FakeEngineClient) -> AsyncIterator[Running]:
     await server.start()
     try:
         async with aio.insecure_channel(server.address) as channel:

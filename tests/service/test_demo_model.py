@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import signal
 import sys
 from collections.abc import AsyncIterator
@@ -159,33 +158,66 @@ async def test_generate_and_capacity_commands(server: Process) -> None:
     assert "SmolLM2-135M-Instruct" in out
 
 
+def engine_process(server: Process) -> psutil.Process:
+    (engine,) = [
+        child
+        for child in psutil.Process(server.process.pid).children(recursive=True)
+        if "engine.worker" in " ".join(child.cmdline())
+    ]
+    return engine
+
+
+async def failing(client: Client, started: asyncio.Event) -> GenerationError:
+    """A long request that must fail; `started` is set at its first token."""
+    try:
+        async for event in client.generate(prompt_request("Once upon a time", max_tokens=450)):
+            if event.HasField("delta"):
+                started.set()
+    except GenerationError as error:
+        return error
+    raise AssertionError("not failed")
+
+
 async def test_killed_engine_is_told_to_every_client_and_leaves_no_process() -> None:
     async with server_process(*SERVE, *SMALL, seconds=START_SECONDS) as server, Client(server.address) as client:
-        (engine,) = [
-            child
-            for child in psutil.Process(server.process.pid).children(recursive=True)
-            if "engine.worker" in " ".join(child.cmdline())
-        ]
-        started = asyncio.Event()
-
-        async def failing() -> GenerationError:
-            try:
-                async for event in client.generate(prompt_request("Once upon a time", max_tokens=450)):
-                    if event.HasField("delta"):
-                        started.set()
-            except GenerationError as error:
-                return error
-            raise AssertionError("not failed")
-
-        tasks = [asyncio.create_task(failing()) for _ in range(4)]
+        engine, started = engine_process(server), asyncio.Event()
+        tasks = [asyncio.create_task(failing(client, started)) for _ in range(4)]
         await asyncio.wait_for(started.wait(), 30)
-        os.kill(engine.pid, signal.SIGKILL)
+        engine.kill()
         errors = await asyncio.wait_for(asyncio.gather(*tasks), 10)
         assert {(error.code, error.reason) for error in errors} == {(grpc.StatusCode.UNAVAILABLE, "ENGINE_DIED")}
         capacity = await client.capacity()
         assert (capacity.state, capacity.accepting) == (capacity_pb2.REPLICA_STATE_FAILED, False)
         server.process.send_signal(signal.SIGTERM)
         assert await server.end() == 0
+        assert not engine.is_running()
+
+
+async def test_frozen_engine_is_replaced_and_the_replica_serves_again() -> None:
+    flags = ("--restart-engine", "--hang-timeout", "4")
+    async with (
+        server_process(*SERVE, *SMALL, *flags, seconds=START_SECONDS) as server,
+        Client(server.address) as client,
+    ):
+        engine, started = engine_process(server), asyncio.Event()
+        before = await client.capacity()
+        task = asyncio.create_task(failing(client, started))
+        await asyncio.wait_for(started.wait(), 30)
+        engine.suspend()
+        await until_state(client, capacity_pb2.REPLICA_STATE_FAILED)
+        assert (await asyncio.wait_for(task, 20)).reason == "ENGINE_DIED"
+        after = await until_state(client, capacity_pb2.REPLICA_STATE_READY)
+        assert after.instance_id != before.instance_id
+        assert await answer(client, prompt_request("1 + 1 =", max_tokens=2, sampling=GREEDY))
+        server.process.send_signal(signal.SIGTERM)
+        assert await server.end() == 0
+
+
+async def until_state(client: Client, state: capacity_pb2.ReplicaState.ValueType) -> capacity_pb2.Capacity:
+    async with asyncio.timeout(START_SECONDS):
+        while (capacity := await client.capacity()).state != state:
+            await asyncio.sleep(0.05)
+        return capacity
 
 
 async def test_demo_command() -> None:
