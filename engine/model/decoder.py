@@ -90,6 +90,7 @@ class Decoder:
         self._scale = spec.head_dim**-0.5
         self._cos_sin = self._tables()
         self._buffers = _Buffers(spec, max_tokens, max_logits, device, dtype)
+        self._fuses_attention = device.type == "cuda" and spec.rope.rotary_dim == spec.head_dim
         self._chain = DecodeChain.build(spec, weights, device, dtype)
 
     def _tables(self) -> list[Tensor]:
@@ -164,6 +165,27 @@ class Decoder:
         """Attended rows [T, q_size] of QKV rows [T, qkv_size]; K and V go to the pool."""
         tokens, buffers, spec = qkv.shape[0], self._buffers, self.spec
         layer = self.weights.layers[index]
+        attended = buffers.attended[:tokens]
+        out = attended.view(tokens, spec.q_heads, spec.head_dim)
+        if self._fuses_attention and batch.max_query_len == 1 and batch.workspace is not None:
+            ops.decode_attention(
+                out,
+                qkv,
+                batch.kv_pool,
+                index,
+                batch.block_tables,
+                batch.context_lens,
+                self._cos_sin[index],
+                scale=self._scale,
+                workspace=batch.workspace,
+                bias=layer.qkv_bias,
+                q_norm=layer.q_norm,
+                k_norm=layer.k_norm,
+                norm_eps=spec.norm_eps,
+                planned=True,
+                pdl=batch.pdl,
+            )
+            return attended
         query = buffers.query[:tokens].view(tokens, spec.q_heads, spec.head_dim)
         ops.write_kv(
             query,
@@ -179,8 +201,7 @@ class Decoder:
             norm_eps=spec.norm_eps,
             pdl=batch.pdl,
         )
-        attended = buffers.attended[:tokens]
-        self._attend(index, attended.view(tokens, spec.q_heads, spec.head_dim), query, batch)
+        self._attend(index, out, query, batch)
         return attended
 
     def _plan_attention(self, batch: ForwardBatch, decodes: int) -> None:
