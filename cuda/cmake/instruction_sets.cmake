@@ -14,7 +14,7 @@ function(octavo_add_instruction_sets target)
     target_compile_definitions(${kernels} PRIVATE OCTAVO_ISA=${set})
     target_include_directories(${kernels} PRIVATE include .)
     # GCC takes the "undefined" arguments inside its own AVX-512 intrinsics for mistakes.
-    target_compile_options(${kernels} PRIVATE -O3 ${${set}_flags} -Wno-uninitialized -Wno-maybe-uninitialized)
+    target_compile_options(${kernels} PRIVATE ${octavo_optimize} ${${set}_flags} -Wno-uninitialized -Wno-maybe-uninitialized)
     target_link_libraries(${kernels} PRIVATE octavo_warnings)
     set_target_properties(${kernels} PROPERTIES CXX_VISIBILITY_PRESET hidden)
     target_sources(${target} PRIVATE $<TARGET_OBJECTS:${kernels}>)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 import torch
@@ -80,7 +82,7 @@ def test_copy_blocks(device: torch.device, dtype: torch.dtype) -> None:
 def test_what_does_not_fit_is_refused(device: torch.device) -> None:
     x = normal(4, 64, dtype=torch.bfloat16, device=device)
     pool = normal(3, 1, 2, 1, 16, 64, dtype=torch.bfloat16, device=device)
-    calls = {
+    calls: dict[str, Callable[[], None]] = {
         "rms_norm: out must be bfloat16": lambda: ops.rms_norm(x.float(), x, x[0], 1e-5),
         "rms_norm: x must be contiguous": lambda: ops.rms_norm(x.t(), x.t(), x[:, 0], 1e-5),
         "rms_norm: x must be float32, bfloat16 or float16": lambda: ops.rms_norm(x, x.double(), x[0], 1e-5),

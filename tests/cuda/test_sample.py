@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -30,7 +32,7 @@ def parameters(rows: int, device: torch.device, **given: list[float] | list[int]
     }
 
 
-def draw(logits: torch.Tensor, **options: torch.Tensor) -> torch.Tensor:
+def draw(logits: torch.Tensor, **options: Any) -> torch.Tensor:
     tokens = torch.full((len(logits),), -99, dtype=torch.int32, device=logits.device)
     workspace = None
     if logits.is_cuda:

@@ -47,10 +47,7 @@ class Case:
 
     def run(self, **changed: Any) -> None:
         call = {**self.tensors, **self.extras, **changed}
-        order = ("query_out", "qkv", "kv_pool")
-        ops.write_kv(
-            *(call.pop(name) for name in order), 1, *(call.pop(n) for n in ("positions", "slots", "cos_sin")), **call
-        )
+        ops.write_kv(layer=1, **call)
 
     def expected(self) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
         arrays = {k: v.cpu().numpy() if not v.is_floating_point() else float64(v) for k, v in self.tensors.items()}
