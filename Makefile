@@ -77,10 +77,10 @@ format: setup ## Rewrite Python and C++ files in the project's style
 bench: setup ## CPU benchmarks: a table, and build/bench/cpu.json
 	@$(BIN)/python -m tests.bench cpu $(ARGS)
 
-gpu-test: ## Tests of the GPU, and the op tests; needs nvcc and the Python at hand
+gpu-test: ## Tests of the GPU, then those that this machine has the packages for; needs nvcc
 	@$(PY) cuda/build.py --cuda ON --jobs $(JOBS) --quiet
-	@$(PY) -m pytest -m gpu tests/gpu tests/cuda $(ARGS)
-	@$(PY) -m pytest -m "not gpu" tests/cuda $(ARGS)
+	@OCTAVO_TESTS_PARTIAL=1 $(PY) -m pytest -m gpu $(ARGS)
+	@OCTAVO_TESTS_PARTIAL=1 $(PY) -m pytest -m "not gpu and not slow" tests/cuda tests/gpu tests/kv tests/schedule $(ARGS)
 
 gpu-bench: ## GPU benchmarks: a table, and build/bench/gpu.json
 	@$(PY) cuda/build.py --cuda ON --jobs $(JOBS) --quiet

@@ -1,8 +1,8 @@
 """Checks that no code built for one instruction set can be linked into the path of another.
 
-Kernels are compiled once for each instruction set. A weak symbol outside that set's own namespace (an inline function or
-template instance that was not inlined) could be picked by the linker for everybody, and end in an illegal instruction on
-an older CPU. Usage: python cuda/symbols.py BUILD_FOLDER...
+Kernels are compiled once for each instruction set. A weak symbol outside that set's own namespace (an inline function
+or template instance that was not inlined) could be picked by the linker for everybody, and end in an illegal
+instruction on an older CPU. Usage: python cuda/symbols.py BUILD_FOLDER...
 """
 
 from __future__ import annotations
