@@ -12,7 +12,7 @@ import torch
 
 from engine import _runtime
 from engine.config import Device, EngineConfig
-from engine.errors import ConfigurationError, EngineError
+from engine.errors import ConfigurationError, EngineError, InvalidRequestError
 from engine.kv.allocator import make_allocator
 from engine.kv.block_table import BlockTables
 from engine.kv.prefix_index import PrefixIndex
@@ -41,6 +41,7 @@ from engine.types import (
     TokensGenerated,
     Usage,
 )
+from engine.validation import check_request
 
 ProgressCallback = Callable[[str], None]
 
@@ -176,13 +177,10 @@ class Engine:
 
     def submit(self, request: GenerationRequest) -> None:
         """Queues a request; its events, a refusal too, come with the next step."""
-        bad = next((token for token in request.prompt_token_ids if not 0 <= token < self.info.vocab_size), None)
-        if bad is not None:
-            self.scheduler.refuse(
-                request.request_id,
-                f"token id {bad} is outside the vocabulary of {self.info.vocab_size}",
-                "prompt.token_ids",
-            )
+        try:
+            check_request(request, self.info.vocab_size, self.model.eos_token_ids)
+        except InvalidRequestError as error:
+            self.scheduler.refuse(request.request_id, error.message, error.field)
             return
         self.scheduler.submit(request, time.monotonic())
 

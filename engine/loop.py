@@ -45,8 +45,12 @@ class StepLoop:
         return self.scheduler.has_work or self._in_flight is not None
 
     def step(self) -> StepFrame:
-        """Launches the next step and commits the one before it (with lookahead) or itself. Also called when idle: the
+        """Launches the next step and commits the one before it (with lookahead) or itself. While a request runs whose
+        next token depends on its last, each step is committed before the next is planned. Also called when idle: the
         frame then carries what submit and cancel left behind, and the newest figures."""
+        if self._in_flight is not None and self.scheduler.awaits_tokens:
+            known, self._in_flight = self._in_flight, None
+            self._commit(*known)
         now = time.monotonic()
         if self._in_flight is None:
             self._committed_at = now

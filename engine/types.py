@@ -21,6 +21,9 @@ class SamplingParameters(msgspec.Struct, frozen=True):
     """How the next token is drawn. Defaults change nothing: they sample from the model's own distribution.
 
     temperature: 0 is greedy; values below 1e-5 count as 0. top_k: 0 disables; top_p and min_p are probabilities.
+    repetition_penalty: over prompt and output, as Hugging Face has it; presence_penalty, frequency_penalty: over the
+    output, as OpenAI has them. logit_bias: added to the model's logits, before anything else. allowed_token_ids: empty
+    allows all.
     seed: makes the output reproducible whatever it is batched with; None draws one at admission.
     n: candidates of one prompt, each with its own seed derived from `seed` and its index.
     """
@@ -41,7 +44,7 @@ class SamplingParameters(msgspec.Struct, frozen=True):
 class StopCriteria(msgspec.Struct, frozen=True):
     """When a candidate ends, in token ids. Stop strings are matched outside the step loop (engine.text).
 
-    max_tokens: None runs to the context limit.
+    max_tokens: None runs to the context limit. min_tokens: so many tokens come before one that ends the output may.
     """
 
     max_tokens: int | None = None
@@ -54,6 +57,8 @@ class GenerationRequest(msgspec.Struct, frozen=True):
     """One prompt to continue. `request_id` is unique among the engine's live requests.
 
     top_logprobs: None: no log probabilities; 0: the sampled token's only; k: also those of the k likeliest.
+    prompt_top_logprobs: the same of the prompt's tokens; such a request computes its whole prompt and reads nothing
+    from the prefix cache.
     deadline, queue_deadline: `time.monotonic()` seconds, for the whole request and for its first scheduling.
     """
 
@@ -62,6 +67,7 @@ class GenerationRequest(msgspec.Struct, frozen=True):
     sampling: SamplingParameters = SamplingParameters()
     stop: StopCriteria = StopCriteria()
     top_logprobs: int | None = None
+    prompt_top_logprobs: int | None = None
     priority: int = 0
     deadline: float | None = None
     queue_deadline: float | None = None

@@ -18,6 +18,7 @@ from engine.model.decoder import Decoder
 from engine.run.block_moves import BlockMover
 from engine.run.inputs import HOST_TOKEN, Int32Array, StepArrays, decode_arrays, prefill_arrays
 from engine.run.kv_pool import allocate_pool
+from engine.run.logits import redraw
 from engine.run.runner import DeviceBatch, FinishedStep, upload
 from engine.run.sampler import LogprobTensors, logprobs_of, outcome_of, sample_into, sampling_arrays
 from engine.run.staging import DeviceStaging
@@ -144,7 +145,9 @@ class CudaRunner:
         sampling = plan.sampling
         if not sampling:
             return FinishedStep(StepOutcome([], []))
-        return self._send_back(logits[: len(sampling)], sampling)
+        logits = logits[: len(sampling)]
+        redraw(self._tokens, logits, plan, newest=self._newest, workspace=self._sample_workspace)
+        return self._send_back(logits, sampling)
 
     def _upload(self, arrays: StepArrays) -> DeviceBatch:
         return upload(arrays, self._staging, self._kv_pool, self._workspace, self._newest)

@@ -11,6 +11,7 @@ from engine.model.batch import ForwardBatch
 from engine.model.decoder import Decoder
 from engine.run.block_moves import BlockMover
 from engine.run.inputs import StepArrays, prefill_arrays
+from engine.run.logits import redraw
 from engine.run.sampler import SamplingTensors, logprobs_of, outcome_of, sample_into
 from engine.run.staging import Array, DeviceStaging, HostStaging
 from engine.schedule.plan import StepOutcome, StepPlan
@@ -54,6 +55,7 @@ class EagerRunner:
         logits = self._decoder.scores(step.batch)[:, : self._vocab_size]
         tokens = torch.empty(len(sampling), dtype=torch.int32)
         sample_into(tokens, logits, step.sampling)
+        redraw(tokens, logits, plan)
         return FinishedStep(outcome_of(tokens.tolist(), logprobs_of(logits, tokens, sampling)))
 
 

@@ -20,7 +20,13 @@ from engine.types import TokenLogprob
 
 Tensor = torch.Tensor
 
-_NON_FINITE = "the model gave non-finite logits"
+NOT_FINITE = -1  # in place of a token: its logits were not finite
+NO_TOKEN = -2  # in place of a token: what the request allows is nothing
+
+_NO_TOKEN_MEANS = {
+    NOT_FINITE: "the model gave non-finite logits",
+    NO_TOKEN: "what the request asks for leaves no token to draw",
+}
 _INT32_MAX = 2**31 - 1
 
 
@@ -40,8 +46,8 @@ class SamplingArrays:
         return [self.temperature, self.top_k, self.top_p, self.min_p, self.seeds, self.positions]
 
 
-def sampling_arrays(entries: Sequence[ScheduledSequence], rows: int) -> SamplingArrays:
-    """`rows` >= len(entries); the rest is greedy."""
+def sampling_arrays(entries: Sequence[ScheduledSequence], rows: int, greedy: Sequence[int] = ()) -> SamplingArrays:
+    """`rows` >= len(entries); the rest is greedy, and so are the rows of `greedy`, which are drawn again."""
     arrays = SamplingArrays(
         temperature=np.zeros(rows, dtype=np.float32),
         top_k=np.zeros(rows, dtype=np.int32),
@@ -60,6 +66,8 @@ def sampling_arrays(entries: Sequence[ScheduledSequence], rows: int) -> Sampling
         arrays.top_p[row] = parameters.top_p
         arrays.min_p[row] = parameters.min_p
         arrays.seeds[row] = np.uint64(entry.sequence.seed).astype(np.int64)
+    if greedy:
+        arrays.temperature[list(greedy)] = 0.0
     return arrays
 
 
@@ -140,6 +148,7 @@ def logprobs_of(logits: Tensor, tokens: Tensor, entries: Sequence[ScheduledSeque
 
 
 def outcome_of(tokens: list[int], logprobs: LogprobTensors | None) -> StepOutcome:
-    """What the tokens of a step mean: -1 fails its request."""
-    failures = {row: _NON_FINITE for row, token in enumerate(tokens) if token < 0}
-    return StepOutcome(tokens, [] if logprobs is None else logprobs.read(tokens), failures)
+    """What the tokens of a step mean: NOT_FINITE and NO_TOKEN fail their requests."""
+    failures = {row: _NO_TOKEN_MEANS[token] for row, token in enumerate(tokens) if token < 0}
+    refused = frozenset(row for row in failures if tokens[row] == NO_TOKEN)
+    return StepOutcome(tokens, [] if logprobs is None else logprobs.read(tokens), failures, refused)

@@ -41,12 +41,14 @@ class BlockMoves:
 @dataclass(frozen=True, slots=True)
 class StepPlan:
     """`scheduled` lists decodes (count 1) before prefill chunks, so a decode-only step is a plain batch; `sampling` are
-    those that sample. Both may be empty where a step only moves blocks."""
+    those that sample. Both may be empty where a step only moves blocks. `edited`: indices in `sampling` of those whose
+    requests change their logits before the draw."""
 
     step: int
     scheduled: list[ScheduledSequence]
     sampling: list[ScheduledSequence]
     moves: BlockMoves = field(default_factory=BlockMoves)
+    edited: list[int] = field(default_factory=list)
 
     @property
     def num_tokens(self) -> int:
@@ -56,8 +58,9 @@ class StepPlan:
 @dataclass(frozen=True, slots=True)
 class StepOutcome:
     """One token for each of the plan's `sampling`, in order; as many log probabilities, or none at all. `failures` maps
-    an index to why its logits are unusable."""
+    an index to why it has no token; `refused` are those of them whose own requests are to blame."""
 
     token_ids: list[int]
     logprobs: list[TokenLogprob | None] = field(default_factory=list)
     failures: dict[int, str] = field(default_factory=dict)
+    refused: frozenset[int] = frozenset()

@@ -17,7 +17,7 @@ from engine.schedule.forecast import Demand, OutputForecast
 from engine.schedule.plan import ScheduledSequence, StepOutcome, StepPlan
 from engine.schedule.policy import Policy, PriorityWithAgeing
 from engine.schedule.residency import Residency
-from engine.schedule.sequence import Phase, RequestGroup, Sequence
+from engine.schedule.sequence import Phase, RequestGroup, Sequence, edited_tokens, follows_tokens
 from engine.types import (
     Admitted,
     CandidateFinish,
@@ -83,6 +83,7 @@ class Scheduler:
         self._eos_token_ids = eos_token_ids
         self._policy: Policy = policy or PriorityWithAgeing()
         self._groups: dict[str, RequestGroup] = {}
+        self._editing: set[str] = set()  # those of the groups that change logits before a draw
         self._waiting: list[Sequence] = []
         self._running: list[Sequence] = []
         self._events: list[Event] = []
@@ -105,10 +106,14 @@ class Scheduler:
             eos_ids=frozenset() if request.stop.ignore_eos else self._eos_token_ids,
         )
         group.ending_ids = group.stop_ids | group.eos_ids
+        group.edited_tokens = edited_tokens(request, group.ending_ids)
+        group.follows_tokens = follows_tokens(request)
         self._arrivals += 1
         position = self.num_queued_requests
         group.sequences = [self._new_sequence(group, index) for index in range(request.sampling.n)]
         self._groups[request.request_id] = group
+        if group.edited_tokens:
+            self._editing.add(request.request_id)
         for limit in (request.deadline, request.queue_deadline):
             if limit is not None:
                 heapq.heappush(self._deadlines, (limit, group.order, request.request_id))
@@ -182,7 +187,7 @@ class Scheduler:
         self.counters.computed_tokens += len(decodes) + sum(entry.count for entry in chunks)
         scheduled = decodes + chunks
         sampling = [entry for entry in scheduled if entry.samples]
-        return StepPlan(self._steps, scheduled, sampling, moves)
+        return StepPlan(self._steps, scheduled, sampling, moves, self._edited(sampling) if self._editing else [])
 
     def commit(self, plan: StepPlan, outcome: StepOutcome, now: float) -> None:
         """Takes a step's sampled tokens into their sequences. Tokens of sequences that ended meanwhile are dropped.
@@ -197,7 +202,8 @@ class Scheduler:
                 continue
             group, tokens = sequence.group, sequence.token_ids
             if failures and index in failures:
-                self.fail(group.request_id, FailureKind.ENGINE_ERROR, failures[index])
+                kind = FailureKind.INVALID if index in outcome.refused else FailureKind.ENGINE_ERROR
+                self.fail(group.request_id, kind, failures[index])
                 continue
             computed = entry.start + entry.count
             if entry.count > 1 or computed % size == 0:
@@ -218,6 +224,11 @@ class Scheduler:
         return bool(self._groups)
 
     @property
+    def awaits_tokens(self) -> bool:
+        """Whether a running request needs the tokens of the last step before the next one is launched."""
+        return bool(self._editing) and any(sequence.group.follows_tokens for sequence in self._running)
+
+    @property
     def num_running_requests(self) -> int:
         return len({sequence.group.order for sequence in self._running})
 
@@ -236,6 +247,13 @@ class Scheduler:
         self.residency.check_idle()
         if self._queued_prompt_tokens:
             raise EngineError(f"{self._queued_prompt_tokens} queued prompt tokens with an empty queue")
+
+    def _edited(self, sampling: list[ScheduledSequence]) -> list[int]:
+        return [
+            row
+            for row, entry in enumerate(sampling)
+            if entry.start + entry.count - entry.sequence.num_prompt < entry.sequence.group.edited_tokens
+        ]
 
     # -- admission -----------------------------------------------------------------------------------------------------
 
@@ -454,7 +472,7 @@ class Scheduler:
 
     def _finish_group_if_done(self, group: RequestGroup, now: float) -> None:
         if group.done:
-            del self._groups[group.request_id]
+            self._forget(group)
             self.counters.finished_requests += 1
             self._events.append(RequestFinished(group.request_id, group.usage(), group.timing(now)))
 
@@ -462,4 +480,8 @@ class Scheduler:
         for sequence in group.sequences:
             if sequence.phase is not Phase.FINISHED:
                 self._end(sequence, CandidateFinish(FinishReason.CANCELLED))
+        self._forget(group)
+
+    def _forget(self, group: RequestGroup) -> None:
         del self._groups[group.request_id]
+        self._editing.discard(group.request_id)

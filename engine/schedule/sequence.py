@@ -6,9 +6,11 @@ import enum
 from dataclasses import dataclass, field
 
 from engine.kv.prefix_index import Chain
+from engine.schedule.token_counts import TokenCounts
 from engine.types import CandidateFinish, GenerationRequest, Timing, Usage
 
 NO_SLOT = -1
+_ALL_TOKENS = 2**31 - 1
 
 
 class Phase(enum.Enum):
@@ -42,6 +44,7 @@ class Sequence:
     shared_tokens: int = 0  # of its tokens, those whose blocks others computed when it was admitted
     chain: Chain | None = None  # how far its blocks are published in the prefix cache; None: not at all, ever
     finish: CandidateFinish | None = None
+    counts: TokenCounts | None = None  # made when a penalty first asks for it
 
     @property
     def num_prompt(self) -> int:
@@ -74,6 +77,8 @@ class RequestGroup:
     eos_ids: frozenset[int] = frozenset()
     ending_ids: frozenset[int] = frozenset()  # both
     cached_prompt_tokens: int = 0
+    edited_tokens: int = 0  # so many first tokens of the output are drawn from logits that the request changes
+    follows_tokens: bool = False  # how they change depends on the tokens so far, so a step must wait for the last one's
     request_id: str = field(init=False)
 
     def __post_init__(self) -> None:
@@ -97,3 +102,16 @@ class RequestGroup:
             total=now - self.arrival,
             preemptions=sum(sequence.preemptions for sequence in self.sequences),
         )
+
+
+def follows_tokens(request: GenerationRequest) -> bool:
+    """Whether what may be drawn next depends on the tokens so far."""
+    sampling = request.sampling
+    return sampling.repetition_penalty != 1.0 or bool(sampling.presence_penalty or sampling.frequency_penalty)
+
+
+def edited_tokens(request: GenerationRequest, ending_ids: frozenset[int]) -> int:
+    """How many of the output's first tokens are drawn from logits that the request changes."""
+    if follows_tokens(request) or request.sampling.logit_bias or request.sampling.allowed_token_ids:
+        return _ALL_TOKENS
+    return request.stop.min_tokens if ending_ids else 0

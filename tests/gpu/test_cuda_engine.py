@@ -153,6 +153,30 @@ def test_mixed_sampling_in_one_batch_equals_each_alone(tiny: Path) -> None:
     assert agreeing >= 3, (together, alone)
 
 
+def test_edited_draws_equal_the_cpus_beside_plain_ones(tiny: Path) -> None:
+    """Bias, penalties and masks, each beside rows without any; a near-tie may end a comparison early."""
+    kinds = [
+        SamplingParameters(temperature=0.0, repetition_penalty=1.8),
+        SamplingParameters(temperature=0.0, presence_penalty=1.0, frequency_penalty=0.5),
+        SamplingParameters(temperature=0.0, logit_bias={40: 5.0, 41: -100.0}),
+        SamplingParameters(temperature=0.0, allowed_token_ids=list(range(100, 130))),
+        GREEDY,
+        SamplingParameters(temperature=0.9, seed=4, repetition_penalty=1.2),
+    ]
+    items = [request(str(index), [4, 5, index + 3, 5], 20, sampling) for index, sampling in enumerate(kinds)]
+    cpu = [result.token_ids for result in engine(tiny, Device.CPU).generate(items)]
+    shared = engine(tiny, dtype="float16")
+    for batch in (items, items[:1], items[4:5]):
+        gpu = [result.token_ids for result in shared.generate(batch)]
+        same = [
+            next((index for index, (a, b) in enumerate(zip(x, y, strict=True)) if a != b), 20)
+            for x, y in zip(cpu[items.index(batch[0]) :], gpu, strict=False)
+        ]
+        assert sum(same) >= 10 * len(batch), same
+    assert set(shared.generate(items)[3].token_ids) <= set(range(100, 130))
+    shared.scheduler.check_idle()
+
+
 def test_no_device_allocation_after_the_start(tiny: Path) -> None:
     shared = engine(tiny, max_num_batched_tokens=256)
     shared.generate(requests(4, 7))
