@@ -23,6 +23,7 @@ from service.status import (
     abort,
     abort_bounded,
     duplicate_request_id,
+    internal,
     invalid,
 )
 from service.stream import OutputStream
@@ -140,8 +141,12 @@ class StreamCall:
 
     def _on_read_end(self, reader: asyncio.Task[None]) -> None:
         self._stream.close_input()
-        if not reader.cancelled() and (error := reader.exception()) is not None:
+        error = None if reader.cancelled() else reader.exception()
+        if isinstance(error, RequestRefusedError):
+            self._stream.fail(error.failure)
+        elif error is not None:
             LOGGER.error("reading a stream failed", exc_info=error)
+            self._stream.fail(internal(f"{type(error).__name__} while reading the stream"))
 
     def _release(self) -> None:
         self._replica.streams.remove(self._stream)

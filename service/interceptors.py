@@ -1,14 +1,16 @@
-"""What happens to every call before its handler: the caller's token is looked up."""
+"""What happens to every call before its handler: the caller's token is looked up, garbage is turned away."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+import inspect
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import grpc
+from google.protobuf.message import DecodeError
 from grpc import aio
 
-from service.status import Failure, abort, no_token, not_allowed
+from service.status import Failure, RequestRefusedError, abort, malformed, no_token, not_allowed
 from service.tokens import CALLER, Right, TokenFile
 
 # Probes of orchestrators carry no tokens, and tell nothing that a port scan would not.
@@ -56,3 +58,67 @@ def refusing(failure: Failure) -> grpc.RpcMethodHandler[Any, Any]:
         await abort(context, failure)
 
     return grpc.stream_stream_rpc_method_handler(refuse)
+
+
+class Malformed:
+    """Stands for bytes that are no message of their method."""
+
+
+MALFORMED = Malformed()
+
+
+class MalformedRequests(aio.ServerInterceptor):  # type: ignore[type-arg]  # no generic class at run time
+    """Answers garbage with INVALID_ARGUMENT. gRPC itself would call it UNKNOWN and log a stack trace for each."""
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Any:
+        handler = await continuation(handler_call_details)
+        if handler is None or handler.request_deserializer is None:
+            return handler
+        kind = next(kind for kind in HANDLER_KINDS if getattr(handler, kind) is not None)
+        if not inspect.iscoroutinefunction(getattr(handler, kind)):
+            return handler  # reflection and channelz, which are not ours
+        guard = guard_stream if handler.request_streaming else guard_message
+        return handler._replace(
+            request_deserializer=lenient(handler.request_deserializer), **{kind: guard(getattr(handler, kind))}
+        )
+
+
+HANDLER_KINDS = ("unary_unary", "unary_stream", "stream_unary", "stream_stream")
+
+
+def lenient(deserialize: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
+    def parse(data: bytes) -> Any:
+        try:
+            return deserialize(data)
+        except DecodeError:
+            return MALFORMED
+
+    return parse
+
+
+def guard_message(handle: Callable[[Any, Any], Awaitable[Any]]) -> Callable[[Any, Any], Awaitable[Any]]:
+    async def guarded(request: Any, context: aio.ServicerContext[Any, Any]) -> Any:
+        if request is MALFORMED:
+            await abort(context, malformed())
+        return await handle(request, context)
+
+    return guarded
+
+
+def guard_stream(handle: Callable[[Any, Any], Awaitable[Any]]) -> Callable[[Any, Any], Awaitable[Any]]:
+    async def guarded(requests: AsyncIterator[Any], context: aio.ServicerContext[Any, Any]) -> Any:
+        return await handle(well_formed(requests), context)
+
+    return guarded
+
+
+async def well_formed(requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
+    """Raises RequestRefusedError at the first message that is none."""
+    async for request in requests:
+        if request is MALFORMED:
+            raise RequestRefusedError(malformed())
+        yield request

@@ -20,7 +20,7 @@ from service.capacity import CapacityService
 from service.config import ServiceConfig
 from service.generation import GenerationService
 from service.health import HealthMessages, HealthService
-from service.interceptors import BearerAuthentication
+from service.interceptors import BearerAuthentication, MalformedRequests
 from service.metrics import serve_metrics
 from service.orca import OpenRcaService
 from service.reflection import ADMIN_SERVICES, SERVICES, enable_reflection
@@ -89,7 +89,8 @@ class Server:
         return listen_address(self.config.host, self.port)
 
     def _interceptors(self, right: Right) -> list[aio.ServerInterceptor[Any, Any]]:
-        return [] if self.tokens is None else [BearerAuthentication(self.tokens, right)]
+        authentication = [] if self.tokens is None else [BearerAuthentication(self.tokens, right)]
+        return [*authentication, MalformedRequests()]
 
     def _add_services(self) -> None:
         replica, server = self.replica, self._grpc

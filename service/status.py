@@ -76,6 +76,10 @@ def invalid(field_path: str, problem: str) -> Failure:
     )
 
 
+def malformed() -> Failure:
+    return Failure(grpc.StatusCode.INVALID_ARGUMENT, "MALFORMED_MESSAGE", "the bytes are no message of this method")
+
+
 def unsupported(field_path: str, problem: str = "is not supported by this server") -> Failure:
     return Failure(
         grpc.StatusCode.UNIMPLEMENTED,

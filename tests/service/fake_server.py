@@ -1,10 +1,12 @@
 """`python -m tests.service.fake_server [PORT [ADMIN_PORT]]`: the real server process over the scripted engine.
 
 A prompt that starts with "slow" gets a token every 20 ms; other requests are as fast as the scripted engine is.
+FAKE_STEP_DELAY, FAKE_MAX_NUM_SEQS and FAKE_MAX_QUEUED_REQUESTS set its speed and bounds.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 
 from engine import GenerationRequest
@@ -21,7 +23,11 @@ def plan(request: GenerationRequest) -> Script:
 
 def main() -> int:
     configure_logs("info")
-    engine = FakeEngineClient()
+    engine = FakeEngineClient(
+        step_delay=float(os.environ.get("FAKE_STEP_DELAY", "0.001")),
+        max_num_seqs=int(os.environ.get("FAKE_MAX_NUM_SEQS", "64")),
+        max_queued_requests=int(os.environ.get("FAKE_MAX_QUEUED_REQUESTS", "64")),
+    )
     engine.plan = plan
     port, admin_port = (*map(int, sys.argv[1:]), *([0, 0][len(sys.argv) - 1 :]))
     config = ServiceConfig(port=port, admin_port=admin_port or None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any, cast
 
 import grpc
 import pytest
@@ -311,11 +312,20 @@ async def test_empty_action_ends_the_stream(served: Running) -> None:
 
 
 async def test_garbage_bytes_end_only_their_own_call(served: Running) -> None:
-    method = served.channel.unary_unary("/octavo.v1.GenerationService/GenerateUnary", None, None)
-    call = method(b"\xff\xff\xff", timeout=5)
-    with pytest.raises(aio.AioRpcError) as error:
-        await call
-    assert error.value.code() is not grpc.StatusCode.OK
+    path = "/octavo.v1.GenerationService"
+    calls: list[Any] = [
+        served.channel.unary_unary(f"{path}/GenerateUnary", None, None)(b"\xff\xff\xff", timeout=5),
+        served.channel.unary_stream(f"{path}/GenerateStream", None, None)(b"\xff\xff\xff", timeout=5).read(),
+        served.channel.unary_unary("/octavo.v1.CapacityService/GetCapacity", None, None)(b"\xff\xff", timeout=5),
+    ]
+    bidi = cast(Any, served.channel.stream_stream(f"{path}/Generate", None, None))(timeout=5)
+    await bidi.write(b"\xff\xff\xff")
+    calls.append(bidi.read())
+    for call in calls:
+        with pytest.raises(aio.AioRpcError) as error:
+            await call
+        status = error_status(error.value)
+        assert (status.code, status.reason) == (grpc.StatusCode.INVALID_ARGUMENT, "MALFORMED_MESSAGE")
     assert (await run_stream(served, start(max_tokens=3))).text() == "abc"
 
 

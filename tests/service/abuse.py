@@ -1,0 +1,269 @@
+"""Abuse of a server process by many clients at once: `python -m tests.service.abuse [SECONDS]`.
+
+Clients that never read, are killed, are frozen, send garbage, cancel at random tokens, and well-behaved ones, together
+more than the scripted engine can take. Prints what the well-behaved ones and a health probe saw.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import random
+import signal
+import sys
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import psutil  # type: ignore[import-untyped]
+from grpc import aio
+
+import service  # noqa: F401  # puts proto/ on the path
+from octavo.v1 import capacity_pb2, capacity_pb2_grpc, generation_pb2, generation_pb2_grpc
+from service.client import error_info
+from service.health import GENERATION_SERVICE, HealthMessages
+from tests.service.process import Process, server_process
+
+ALPHABET = "abcdefghijklmnopqrstuvwxyz"
+OWN_CONNECTION = [("grpc.use_local_subchannel_pool", 1)]
+UNREADING = [*OWN_CONNECTION, ("grpc.http2.bdp_probe", 0)]
+CALL_SECONDS = 20.0
+WARM_SECONDS = 3.0
+
+
+@dataclass
+class Report:
+    """Times in seconds, memory in bytes. outcomes: how the calls of well-behaved clients ended. Times and memory are
+    taken between the clients' start, when two hundred of them connect, and their end."""
+
+    duration: float
+    started: float = field(default_factory=time.monotonic)
+    outcomes: Counter[str] = field(default_factory=Counter)
+    wrong_texts: int = 0
+    refusal_seconds: list[float] = field(default_factory=list)
+    health_seconds: list[float] = field(default_factory=list)
+    memory: list[int] = field(default_factory=list)
+
+    @property
+    def measures(self) -> bool:
+        return WARM_SECONDS < time.monotonic() - self.started < self.duration
+
+    @property
+    def memory_growth(self) -> float:
+        """Of the second half's highest over the first half's, as a share."""
+        half = len(self.memory) // 2
+        return max(self.memory[half:]) / max(self.memory[:half]) - 1.0
+
+    def as_json(self) -> str:
+        return json.dumps(
+            {
+                "seconds": self.duration,
+                "outcomes": dict(self.outcomes.most_common()),
+                "wrong_texts": self.wrong_texts,
+                "refusals": len(self.refusal_seconds),
+                "refusal_p99_ms": percentile(self.refusal_seconds, 99) * 1e3,
+                "health_checks": len(self.health_seconds),
+                "health_p99_ms": percentile(self.health_seconds, 99) * 1e3,
+                "memory_growth_percent": 100 * self.memory_growth,
+            },
+            indent=2,
+        )
+
+
+def percentile(values: list[float], percent: int) -> float:
+    return sorted(values)[min(len(values) - 1, len(values) * percent // 100)] if values else 0.0
+
+
+def request(text: str, max_tokens: int | None = None) -> generation_pb2.StartGeneration:
+    return generation_pb2.StartGeneration(text=text, stop=generation_pb2.StopCriteria(max_tokens=max_tokens))
+
+
+def stub_of(channel: aio.Channel) -> Any:
+    return generation_pb2_grpc.GenerationServiceStub(channel)
+
+
+# --- attackers, in a process of their own ----------------------------------------------------------------------------
+
+
+async def never_read(address: str, stop: asyncio.Event) -> None:
+    while not stop.is_set():
+        async with aio.insecure_channel(address, UNREADING) as channel:
+            call = stub_of(channel).Generate()
+            with contextlib.suppress(aio.AioRpcError, asyncio.InvalidStateError):
+                for index in range(4):
+                    await call.write(generation_pb2.GenerateRequest(start=request(f"unread {index}")))
+                await wait(stop, random.uniform(1, 4))
+            call.cancel()
+
+
+async def cancel_at_random(address: str, stop: asyncio.Event) -> None:
+    async with aio.insecure_channel(address, OWN_CONNECTION) as channel:
+        while not stop.is_set():
+            call = stub_of(channel).GenerateStream(generation_pb2.GenerateStreamRequest(start=request("cancelled")))
+            with contextlib.suppress(aio.AioRpcError):
+                for _ in range(random.randrange(5)):
+                    await call.read()
+            call.cancel()
+            await wait(stop, random.uniform(0, 0.1))
+
+
+async def send_garbage(address: str, stop: asyncio.Event) -> None:
+    host, port = address.rsplit(":", 1)
+    async with aio.insecure_channel(address, OWN_CONNECTION) as channel:
+        while not stop.is_set():
+            with contextlib.suppress(OSError):
+                _, writer = await asyncio.open_connection(host, int(port))
+                writer.write(random.choice([b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", b"GET / HTTP/1.1\r\n\r\n"]))
+                writer.write(random.randbytes(2000))
+                await wait(stop, 0.05)
+                writer.close()
+            for method in ("GenerateUnary", "CancelGenerations"):
+                call = channel.unary_unary(f"/octavo.v1.GenerationService/{method}", None, None)
+                with contextlib.suppress(aio.AioRpcError):
+                    await call(random.randbytes(200), timeout=CALL_SECONDS)
+
+
+async def be_killed(address: str, stop: asyncio.Event) -> None:
+    """Processes that are killed, every other one after it was frozen for a while."""
+    freeze = False
+    while not stop.is_set():
+        command = (sys.executable, "-m", "tests.service.abuse", "victim", address)
+        victim = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.DEVNULL)
+        await wait(stop, 2.0)
+        if freeze:
+            os.kill(victim.pid, signal.SIGSTOP)
+            await wait(stop, 4.0)
+        freeze = not freeze
+        victim.kill()
+        await victim.wait()
+
+
+async def victim(address: str) -> None:
+    async with aio.insecure_channel(address, OWN_CONNECTION) as channel:
+        call = stub_of(channel).Generate()
+        for index in range(20):
+            await call.write(generation_pb2.GenerateRequest(start=request(f"slow {index}")))
+        while True:
+            await call.read()
+
+
+async def attack(address: str, seconds: float) -> None:
+    stop = asyncio.Event()
+    actors: list[tuple[Callable[[str, asyncio.Event], Awaitable[None]], int]] = [
+        (never_read, 60),
+        (cancel_at_random, 60),
+        (send_garbage, 16),
+        (be_killed, 2),
+    ]
+    tasks = [asyncio.ensure_future(actor(address, stop)) for actor, count in actors for _ in range(count)]
+    await asyncio.sleep(seconds)
+    stop.set()
+    await asyncio.wait(tasks, timeout=CALL_SECONDS)
+
+
+async def wait(stop: asyncio.Event, seconds: float) -> None:
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(stop.wait(), seconds)
+
+
+# --- well-behaved clients and the probe ------------------------------------------------------------------------------
+
+
+async def behave(address: str, stop: asyncio.Event, report: Report) -> None:
+    async with aio.insecure_channel(address, OWN_CONNECTION) as channel:
+        await channel.channel_ready()  # connecting is not what is timed
+        while not stop.is_set():
+            tokens = random.randrange(1, 26)
+            started = time.monotonic()
+            try:
+                call = generation_pb2.GenerateUnaryRequest(start=request("behaved", tokens))
+                response = await stub_of(channel).GenerateUnary(call, timeout=CALL_SECONDS)
+                report.outcomes["OK"] += 1
+                report.wrong_texts += response.candidates[0].text != ALPHABET[:tokens]
+            except aio.AioRpcError as error:
+                outcome = reason_of(error)
+                report.outcomes[outcome] += 1
+                if outcome == "QUEUE_FULL" and report.measures:
+                    report.refusal_seconds.append(time.monotonic() - started)
+                await wait(stop, random.uniform(0.1, 0.3))
+
+
+def reason_of(error: aio.AioRpcError) -> str:
+    """ErrorInfo's reason; the code's name for an error without details."""
+    from google.rpc import status_pb2
+
+    trailing: Any = error.trailing_metadata()
+    details = dict(trailing or ()).get("grpc-status-details-bin")
+    if details is None:
+        return f"untyped {error.code().name}"
+    return str(error_info(status_pb2.Status.FromString(details)).reason)
+
+
+async def probe(server: Process, stop: asyncio.Event, report: Report) -> None:
+    messages, process = HealthMessages(), psutil.Process(server.process.pid)
+    async with aio.insecure_channel(server.address, OWN_CONNECTION) as channel:
+        check = channel.unary_unary(
+            "/grpc.health.v1.Health/Check",
+            request_serializer=messages.CheckRequest.SerializeToString,
+            response_deserializer=messages.CheckResponse.FromString,
+        )
+        while not stop.is_set():
+            started = time.monotonic()
+            response = await check(messages.CheckRequest(service=GENERATION_SERVICE), timeout=CALL_SECONDS)
+            report.outcomes["SERVING" if response.status == 1 else "NOT SERVING"] += 1
+            if report.measures:
+                report.health_seconds.append(time.monotonic() - started)
+                report.memory.append(process.memory_info().rss)
+            await wait(stop, 0.1)
+
+
+async def until_idle(address: str) -> capacity_pb2.Capacity:
+    async with aio.insecure_channel(address) as channel:
+        stub: capacity_pb2_grpc.CapacityServiceAsyncStub = capacity_pb2_grpc.CapacityServiceStub(channel)
+        async with asyncio.timeout(30):
+            while True:
+                capacity = (await stub.GetCapacity(capacity_pb2.GetCapacityRequest())).capacity
+                load = capacity.load
+                if load.running_requests == load.queued_requests == 0 and load.kv_utilization == 0.0:
+                    return capacity
+                await asyncio.sleep(0.1)
+
+
+async def abuse(server: Process, seconds: float) -> Report:
+    """Runs everything against a server for so long, then waits until the server holds nothing."""
+    report, stop = Report(seconds), asyncio.Event()
+    command = (sys.executable, "-m", "tests.service.abuse", "attack", server.address, str(seconds))
+    attackers = await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.DEVNULL)
+    tasks = [asyncio.create_task(behave(server.address, stop, report)) for _ in range(60)]
+    tasks.append(asyncio.create_task(probe(server, stop, report)))
+    try:
+        await asyncio.wait_for(attackers.wait(), seconds + 2 * CALL_SECONDS)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            attackers.kill()
+        stop.set()
+    await asyncio.gather(*tasks)
+    await until_idle(server.address)
+    return report
+
+
+async def main(arguments: list[str]) -> None:
+    match arguments:
+        case ["attack", address, duration]:
+            await attack(address, float(duration))
+        case ["victim", address]:
+            await victim(address)
+        case _:
+            seconds = float(arguments[0]) if arguments else 60.0
+            async with server_process("-m", "tests.service.fake_server", env=OVERLOADED) as server:
+                print((await abuse(server, seconds)).as_json())
+
+
+OVERLOADED = {"FAKE_MAX_NUM_SEQS": "32", "FAKE_MAX_QUEUED_REQUESTS": "32", "FAKE_STEP_DELAY": "0.01"}
+
+if __name__ == "__main__":
+    asyncio.run(main(sys.argv[1:]))
