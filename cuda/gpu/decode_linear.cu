@@ -88,8 +88,6 @@ CUtensorMap gate_up_map(const void* data, DType dtype, int rows, int columns, in
 
 // ---- launching
 
-constexpr int kMostAsyncColumns = 16;  // activations by cp.async beside weights by tensor copies
-
 TensorWeights::Operand weight_map(const void* weight, const Shape& shape, const Plan& plan, DType dtype) {
   const auto map = shape.epilogue == Epilogue::kSiluMul ? gate_up_map : line_map;
   return {map(weight, dtype, shape.out_rows, shape.in_features, plan.rows, plan.stage_blocks)};
@@ -133,8 +131,8 @@ Target target_of_device(bool portable) {
   int shared_bytes = 0;
   check(cudaDeviceGetAttribute(&shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device.id),
         "cudaDeviceGetAttribute");
-  return {device.multiprocessors, shared_bytes,
-          !portable && device.capability >= 90 && shared_bytes >= kTensorSharedBytes};
+  const bool tensor_copies = !portable && device.capability >= 90 && shared_bytes >= kTensorSharedBytes;
+  return {device.multiprocessors, shared_bytes, tensor_copies, tensor_copies && device.capability == 90};
 }
 
 void launch_planned(const Shape& shape, const Plan& plan, const Target& target, const Matrices& matrices, DType dtype,
@@ -149,7 +147,7 @@ void launch_planned(const Shape& shape, const Plan& plan, const Target& target, 
     if (!target.tensor_copies) {
       launch_linear<T>(LinearCall<AsyncWeights, AsyncActivations>{weight_lines(matrices.weight, shape),
                                                                   activation_lines(matrices.x, shape), args, launch});
-    } else if (plan.columns <= kMostAsyncColumns) {
+    } else if (plan.columns <= kFewColumns) {
       launch_linear<T>(LinearCall<TensorWeights, AsyncActivations>{weight_map(matrices.weight, shape, plan, dtype),
                                                                    activation_lines(matrices.x, shape), args, launch});
     } else {

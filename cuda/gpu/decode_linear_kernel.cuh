@@ -7,6 +7,7 @@
 #pragma once
 
 #include "gpu/decode_linear_ring.cuh"
+#include "gpu/decode_linear_wgmma.cuh"
 #include "gpu/element.cuh"
 #include "octavo/error.h"
 
@@ -42,18 +43,9 @@ __device__ __forceinline__ float4 operator+(float4 a, float4 b) {
   return {a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w};
 }
 
-// Sums `count` (a power of two) vectors that lie `stride` floats apart, as a binary tree.
-template <int kCount>
-__device__ __forceinline__ float4 tree_sum(const float* first, int stride) {
-  if constexpr (kCount == 1) {
-    return *reinterpret_cast<const float4*>(first);
-  } else {
-    return tree_sum<kCount / 2>(first, stride) + tree_sum<kCount / 2>(first + kCount / 2 * stride, stride);
-  }
-}
-
-// Partial sums in shared memory, [count][column][row].
+// Partial sums in shared memory, [count][column][row], added in order.
 struct Partials {
+  static constexpr int kMost = 8;
   const float* first;
   int count;
   int count_stride;
@@ -61,48 +53,78 @@ struct Partials {
 
   __device__ __forceinline__ float4 sum(int column, int row) const {
     const float* at = first + column * column_stride + row;
-    switch (count) {
-      case 1:
-        return tree_sum<1>(at, count_stride);
-      case 2:
-        return tree_sum<2>(at, count_stride);
-      case 4:
-        return tree_sum<4>(at, count_stride);
-      default:
-        return tree_sum<8>(at, count_stride);
+    float4 sum = *reinterpret_cast<const float4*>(at);
+#pragma unroll
+    for (int i = 1; i < kMost; ++i) {
+      if (i < count) sum = sum + *reinterpret_cast<const float4*>(at + i * count_stride);
     }
+    return sum;
   }
 };
 
-// One warp's sums: kRowTiles tiles of 16 weight rows by kColumnTiles tiles of 8 columns.
-template <class T, int kColumnTiles, int kRowTiles>
-struct Accumulators {
+// Writes a fragment of 16 rows by 8 columns per element of `sums` to `to` [column][row], columns `stride` floats apart.
+template <int kColumnTiles>
+__device__ __forceinline__ void store_fragments(const float (&sums)[kColumnTiles][4], float* to, int stride,
+                                                int first_row, int rows) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int n = 0; n < kColumnTiles; ++n) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int row = first_row + lane / 4 + i / 2 * 8;
+      if (row < rows) to[(n * 8 + lane % 4 * 2 + i % 2) * stride + row] = sums[n][i];
+    }
+  }
+}
+
+// One warp's sums by mma.sync: kRowTiles tiles of 16 weight rows by kColumnTiles tiles of 8 columns.
+template <class T, int kColumnTiles_, int kRowTiles>
+struct WarpSums {
+  static constexpr int kColumnTiles = kColumnTiles_;
+  static constexpr bool kWarpgroup = false;
+  static constexpr int kRows = 16 * kRowTiles;
   // A single row tile has too few independent sums to hide the latency of mma: even and odd steps get their own.
   static constexpr int kSets = kRowTiles == 1 ? 2 : 1;
   float sums[kSets][kRowTiles][kColumnTiles][4];
+
+  // Addresses are those of this lane's line for ldmatrix; the 16-byte pieces of a line are permuted.
+  uint32_t weight_line, weight_piece, x_line, x_piece;
+
+  // The lines of this warp's rows and columns in a stage: its first weight line and first activation line.
+  __device__ __forceinline__ WarpSums(int first_weight_line, int first_x_line) {
+    const int lane = threadIdx.x % 32;
+    weight_line = first_weight_line + lane % 16;
+    x_line = first_x_line + lane % 8 + (kColumnTiles == 1 ? 0 : lane / 16 * 8);
+    weight_piece = (lane / 16 ^ weight_line % 8) << 4;
+    x_piece = ((kColumnTiles == 1 ? lane / 8 : lane / 8 % 2) ^ x_line % 8) << 4;
+    weight_line *= 2 * kBlock;
+    x_line *= 2 * kBlock;
+  }
 
   __device__ __forceinline__ void clear() {
 #pragma unroll
     for (int i = 0; i < kSets * kRowTiles * kColumnTiles * 4; ++i) (&sums[0][0][0][0])[i] = 0.0f;
   }
 
-  // Adds one k-block. Addresses are those of this lane's line in the stage; its 16-byte pieces are permuted.
-  __device__ __forceinline__ void multiply(uint32_t weights, uint32_t weight_piece, uint32_t x, uint32_t x_piece) {
+  // Adds one k-block.
+  __device__ __forceinline__ void multiply(uint32_t weights, uint32_t x) {
     uint32_t b_pair[4];
 #pragma unroll
     for (int step = 0; step < kBlock / 16; ++step) {
       uint32_t a[kRowTiles][4];
 #pragma unroll
-      for (int m = 0; m < kRowTiles; ++m) ptx::load_matrices(a[m], weights + m * 16 * 128 + (weight_piece ^ step << 5));
+      for (int m = 0; m < kRowTiles; ++m) {
+        ptx::load_matrices(a[m], weights + weight_line + m * 16 * 2 * kBlock + (weight_piece ^ step << 5));
+      }
       if constexpr (kColumnTiles == 1) {  // one load brings two steps of the only column tile
-        if (step % 2 == 0) ptx::load_matrices(b_pair, x + (x_piece ^ step << 5));
+        if (step % 2 == 0) ptx::load_matrices(b_pair, x + x_line + (x_piece ^ step << 5));
 #pragma unroll
         for (int m = 0; m < kRowTiles; ++m) add(step, m, 0, a[m], b_pair[step % 2 * 2], b_pair[step % 2 * 2 + 1]);
       } else {
 #pragma unroll
         for (int n = 0; n < kColumnTiles; n += 2) {
           uint32_t b[4];
-          ptx::load_matrices(b, x + n * 8 * 128 + (x_piece ^ step << 5));
+          ptx::load_matrices(b, x + x_line + n * 8 * 2 * kBlock + (x_piece ^ step << 5));
 #pragma unroll
           for (int m = 0; m < kRowTiles; ++m) {
             add(step, m, n, a[m], b[0], b[1]);
@@ -113,27 +135,58 @@ struct Accumulators {
     }
   }
 
-  // To `to` [column][row], rows `stride` floats apart; this warp's rows begin at `first_row` of `rows`.
-  __device__ __forceinline__ void store(float* to, int stride, int first_row, int rows) const {
-    const int lane = threadIdx.x % 32;
+  __device__ __forceinline__ void store(float* to, int stride, int first_row, int rows) {
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m) {
+      if constexpr (kSets == 2) {
 #pragma unroll
-      for (int n = 0; n < kColumnTiles; ++n) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const int row = first_row + m * 16 + lane / 4 + i / 2 * 8;
-          float sum = sums[0][m][n][i];
-          if constexpr (kSets == 2) sum += sums[1][m][n][i];
-          if (row < rows) to[(n * 8 + lane % 4 * 2 + i % 2) * stride + row] = sum;
-        }
+        for (int i = 0; i < kColumnTiles * 4; ++i) (&sums[0][m][0][0])[i] += (&sums[1][m][0][0])[i];
       }
+      store_fragments(sums[0][m], to, stride, first_row + m * 16, rows);
     }
   }
 
  private:
   __device__ __forceinline__ void add(int step, int m, int n, const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
     Element<T>::mma(sums[step % kSets][m][n], a[0], a[1], a[2], a[3], b0, b1);
+  }
+};
+
+// A warpgroup's sums by wgmma: 64 weight rows by kColumnTiles tiles of 8 columns, both from shared memory; each warp holds 16
+// rows. Adds in the order of WarpSums with two row tiles.
+template <class T, int kColumnTiles_>
+struct WarpgroupSums {
+  static constexpr int kColumnTiles = kColumnTiles_;
+  static constexpr bool kWarpgroup = true;
+  static constexpr int kRows = 16;
+  float sums[kColumnTiles][4];
+  uint32_t weight_line, x_line;
+
+  __device__ __forceinline__ WarpgroupSums(int first_weight_line, int first_x_line)
+      : weight_line((first_weight_line - threadIdx.x / 32 % 4 * kRows) * 2 * kBlock), x_line(first_x_line * 2 * kBlock) {}
+
+  __device__ __forceinline__ void clear() {
+#pragma unroll
+    for (int i = 0; i < kColumnTiles * 4; ++i) (&sums[0][0])[i] = 0.0f;
+  }
+
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  // Starts adding one k-block; `finish` waits until at most kPending such are under way.
+  __device__ __forceinline__ void start(uint32_t weights, uint32_t x) {
+    const uint64_t a = wgmma::operand(weights + weight_line), b = wgmma::operand(x + x_line);
+    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+#pragma unroll
+    for (int step = 0; step < kBlock / 16; ++step) wgmma::multiply<T>(sums, a + step * 2, b + step * 2);
+    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+  }
+  template <int kPending>
+  __device__ __forceinline__ void finish() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
+  }
+#endif
+
+  __device__ __forceinline__ void store(float* to, int stride, int first_row, int rows) const {
+    store_fragments(sums, to, stride, first_row, rows);
   }
 };
 
@@ -168,6 +221,32 @@ struct ResidualPiece {
     return (h.x * h.x + h.y * h.y) + (h.z * h.z + h.w * h.w);
   }
 };
+
+__device__ __forceinline__ float4 operator*(float4 a, float scale) {
+  return {a.x * scale, a.y * scale, a.z * scale, a.w * scale};
+}
+
+// A quad of a column behind a norm: four rows as they are, or four channels of gate and up. `own_row`: the block's first.
+template <class T>
+__device__ __forceinline__ void store_normed(const KernelArgs& args, int column, int quad, int own_row, float inverse_rms,
+                                             const Partials& partials) {
+  const bool gate_up = args.epilogue == Epilogue::kSiluMul;
+  // Gate and up: 8 gate rows, then their 8 up rows, and so on.
+  const int row = gate_up ? quad / 2 * 16 + quad % 2 * 4 : quad * 4;
+  const int to = (gate_up ? own_row / 2 : own_row) + quad * 4;
+  if (row >= args.plan.own_rows || to >= args.out_features) return;
+  float4 v = partials.sum(column, row) * inverse_rms;
+  if (gate_up) {
+    const float4 up = partials.sum(column, row + 8) * inverse_rms;
+    v = {silu_mul(v.x, up.x), silu_mul(v.y, up.y), silu_mul(v.z, up.z), silu_mul(v.w, up.w)};
+  }
+  const int64_t at = int64_t{column} * args.out_features + to;
+  if (args.out_is_float) {
+    *reinterpret_cast<float4*>(static_cast<float*>(args.out) + at) = v;
+  } else {
+    store_four<T>(static_cast<T*>(args.out) + at, v);
+  }
+}
 
 // 1 / rms of a row, by four lanes a row: one trip to L2 for the whole batch, under way while activations arrive.
 template <class T>
@@ -215,41 +294,67 @@ __device__ __forceinline__ void consumer_barrier(int threads) {
 __device__ __forceinline__ Partials exchange(const KernelArgs& args, const Partials& mine, unsigned char* shared,
                                              uint32_t barrier, int thread, int threads) {
   const Plan& plan = args.plan;
-  const uint32_t rank = ptx::cluster_rank();
-  const int quads = plan.rows / 4;
-  const uint32_t to = ptx::shared_address(shared + plan.exchange_offset);
+  const int rank = blockIdx.x & (plan.cluster() - 1);
+  const int count_stride = plan.columns * plan.own_rows;
+  const uint32_t to = ptx::shared_address(shared + plan.exchange_offset) + rank * count_stride * 4;
   ptx::wait_at_cluster_barrier();  // every block has set up its barrier
-  for (int i = thread; i < args.batch * quads; i += threads) {
-    const int column = i / quads;
-    const int row = i % quads * 4;
-    const uint32_t owner = row / plan.own_rows;
-    const uint32_t at = to + ((rank * plan.columns + column) * plan.own_rows + row % plan.own_rows) * 4;
-    ptx::store_to_peer(ptx::peer_address(at, owner), ptx::peer_address(barrier, owner), mine.sum(column, row));
+#pragma unroll 1
+  for (int i = thread; i < args.batch * plan.quads << plan.cluster_bits; i += threads) {
+    const int owner = i & (plan.cluster() - 1);
+    const int column = plan.column_of(i >> plan.cluster_bits);
+    const int row = ((i >> plan.cluster_bits) - column * plan.quads) * 4;
+    ptx::store_to_peer(ptx::peer_address(to + (column * plan.own_rows + row) * 4, owner),
+                       ptx::peer_address(barrier, owner), mine.sum(column, owner * plan.own_rows + row));
   }
-  ptx::wait_for_bytes(barrier);
-  return {reinterpret_cast<const float*>(shared + plan.exchange_offset), plan.cluster, plan.columns * plan.own_rows,
-          plan.own_rows};
+  wait_for_cluster(barrier);
+  return {reinterpret_cast<const float*>(shared + plan.exchange_offset), plan.cluster(), count_stride, plan.own_rows};
 }
 #endif
 
-template <class T, int kColumnTiles, int kRowTiles>
+// Adds this block's k-blocks of one tile that belong to this warp's chain.
+template <class Sums>
+__device__ __forceinline__ void add_chain(Sums& sums, const Plan& plan, const Ring& ring, Position& read) {
+  const int lane = threadIdx.x % 32;
+  [[maybe_unused]] int started = 0;
+#pragma unroll 1
+  for (int round = 0; round < plan.rounds; ++round) {
+    wait(ring.activations_here(read.slot), read.parity);
+    wait(ring.weights_here(read.slot), read.parity);
+    if constexpr (!Sums::kWarpgroup) {
+      sums.multiply(ring.weights(read.slot), ring.activations(read.slot));
+      __syncwarp();
+      if (lane == 0) arrive(ring.emptied(read.slot));
+    } else {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+      sums.start(ring.weights(read.slot), ring.activations(read.slot));
+      if (round > 0) {
+        sums.template finish<1>();
+        if (lane == 0) arrive(ring.emptied(started));
+      }
+      started = read.slot;
+#endif
+    }
+    read.advance(plan.k_warps / plan.stage_blocks, plan.stages);
+  }
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  if constexpr (Sums::kWarpgroup) {
+    sums.template finish<0>();
+    if (lane == 0) arrive(ring.emptied(started));
+  }
+#endif
+}
+
+template <class T, class Sums>
 __device__ __forceinline__ void consume(const KernelArgs& args, const Ring& ring, unsigned char* shared) {
   const Plan& plan = args.plan;
-  const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
+  const int thread = threadIdx.x, warp = thread / 32;
   const int threads = 32 * plan.consumer_warps();
-  const int row_warp = warp % plan.row_warps;
-  const int chain = warp / plan.row_warps;
-  const int rank = blockIdx.x % plan.cluster;
-  const int quads = 1 << plan.quad_bits;  // lanes for the quads of a column in the epilogue
-  const int quad_mask = quads - 1;
-
-  // This lane's line for ldmatrix, and the permutation of its 16-byte pieces (see the sources).
+  const int first_row = warp % plan.row_warps * Sums::kRows;  // this warp's, in the tile
+  const int first_column = warp / plan.row_warps % plan.column_warps * Sums::kColumnTiles * 8;
+  const int chain = warp / (plan.row_warps * plan.column_warps);
   const int block_in_stage = chain % plan.stage_blocks;
-  const int weight_line = block_in_stage * plan.rows + row_warp * kRowTiles * 16 + lane % 16;
-  const int x_line = block_in_stage * kColumnTiles * 8 + (kColumnTiles == 1 ? lane % 8 : lane % 8 + lane / 16 * 8);
-  const uint32_t weight_piece = (lane / 16 ^ weight_line % 8) << 4;
-  const uint32_t x_piece = ((kColumnTiles == 1 ? lane / 8 : lane / 8 % 2) ^ x_line % 8) << 4;
-
+  const int rank = blockIdx.x & (plan.cluster() - 1);
+  Sums sums(block_in_stage * plan.rows + first_row, block_in_stage * plan.columns + first_column);
   const bool normed = args.epilogue != Epilogue::kAddResidual;
   float* const inverse_rms = reinterpret_cast<float*>(shared);
   warm(args);
@@ -258,6 +363,7 @@ __device__ __forceinline__ void consume(const KernelArgs& args, const Ring& ring
   Position read;
   read.advance(chain / plan.stage_blocks, plan.stages);
   if (normed) {
+#pragma unroll 1
     for (int first = 0; first < args.batch; first += threads / InverseRms<T>::kLanes) {
       InverseRms<T> rms;
       rms.fetch(args, first + thread / rms.kLanes, thread % rms.kLanes);
@@ -265,79 +371,46 @@ __device__ __forceinline__ void consume(const KernelArgs& args, const Ring& ring
       rms.finish(inverse_rms, args, first + thread / rms.kLanes, thread % rms.kLanes);
     }
   }
-  for (int tile = blockIdx.x / plan.cluster; tile < plan.tiles; tile += gridDim.x / plan.cluster) {
+#pragma unroll 1
+  for (int tile = blockIdx.x >> plan.cluster_bits; tile < plan.tiles; tile += gridDim.x >> plan.cluster_bits) {
     const int own_row = tile * plan.rows + rank * plan.own_rows;  // of the weight matrix
     ResidualPiece<T> piece;
-    if (!normed && thread >> plan.quad_bits < args.batch) {
-      piece.fetch(args, thread >> plan.quad_bits, own_row + (thread & quad_mask) * 4);
+    if (!normed && thread < args.batch * plan.quads) {
+      const int column = plan.column_of(thread);
+      piece.fetch(args, column, own_row + (thread - column * plan.quads) * 4);
     }
 
-    Accumulators<T, kColumnTiles, kRowTiles> accumulators;
-    accumulators.clear();
-    for (int round = 0; round < plan.rounds; ++round) {
-      wait(ring.activations_here(read.slot), read.parity);
-      wait(ring.weights_here(read.slot), read.parity);
-      accumulators.multiply(ring.weights(read.slot) + weight_line * 128, weight_piece,
-                            ring.activations(read.slot) + x_line * 128, x_piece);
-      __syncwarp();
-      if (lane == 0) arrive(ring.emptied(read.slot));
-      read.advance(plan.k_warps / plan.stage_blocks, plan.stages);
-    }
+    sums.clear();
+    add_chain(sums, plan, ring, read);
 
     consumer_barrier(threads);  // the reduction buffer is free: it lies in the ring, or the last tile used it
     float* const reduce = reinterpret_cast<float*>(shared + plan.reduce_offset);
-    Partials partials{reduce, plan.k_warps, kColumnTiles * 8 * plan.reduce_stride, plan.reduce_stride};
-    accumulators.store(reduce + chain * partials.count_stride, plan.reduce_stride, row_warp * kRowTiles * 16,
-                       plan.rows);
+    Partials partials{reduce, plan.k_warps, plan.columns * plan.reduce_stride, plan.reduce_stride};
+    sums.store(reduce + chain * partials.count_stride + first_column * plan.reduce_stride, plan.reduce_stride,
+               first_row, plan.rows);
     consumer_barrier(threads);
 #if __CUDA_ARCH__ >= 900
-    if (plan.cluster > 1) partials = exchange(args, partials, shared, ring.exchange_barrier(), thread, threads);
+    if (plan.cluster_bits > 0) partials = exchange(args, partials, shared, ring.exchange_barrier(), thread, threads);
 #endif
 
-    switch (args.epilogue) {
-      case Epilogue::kStore:
-        for (int i = thread; i < args.batch * quads; i += threads) {
-          const int column = i >> plan.quad_bits, row = (i & quad_mask) * 4;
-          if (row >= plan.own_rows || own_row + row >= args.out_features) continue;
-          float4 sum = partials.sum(column, row);
-          const float scale = inverse_rms[column];
-          sum = {sum.x * scale, sum.y * scale, sum.z * scale, sum.w * scale};
-          const int64_t at = int64_t{column} * args.out_features + own_row + row;
-          if (args.out_is_float) {
-            *reinterpret_cast<float4*>(static_cast<float*>(args.out) + at) = sum;
-          } else {
-            store_four<T>(static_cast<T*>(args.out) + at, sum);
-          }
+#pragma unroll 1
+    for (int first = 0; first < args.batch * plan.quads; first += threads) {
+      const int column = plan.column_of(first + thread), quad = first + thread - column * plan.quads;
+      if (args.epilogue == Epilogue::kAddResidual) {
+        float squares = 0.0f;
+        if (column < args.batch) {
+          if (first > 0) piece.fetch(args, column, own_row + quad * 4);
+          squares = piece.finish(args, column, own_row + quad * 4, partials.sum(column, quad * 4));
         }
-        break;
-      case Epilogue::kSiluMul:
-        for (int i = thread; i < args.batch * quads; i += threads) {
-          const int column = i >> plan.quad_bits, quad = i & quad_mask;
-          const int channel = own_row / 2 + quad * 4;
-          if (quad * 8 >= plan.own_rows || channel >= args.out_features) continue;
-          const int row = quad / 2 * 16 + quad % 2 * 4;  // 8 gate rows, then their 8 up rows
-          const float4 gate = partials.sum(column, row), up = partials.sum(column, row + 8);
-          const float scale = inverse_rms[column];
-          store_four<T>(static_cast<T*>(args.out) + int64_t{column} * args.out_features + channel,
-                        {silu_mul(gate.x * scale, up.x * scale), silu_mul(gate.y * scale, up.y * scale),
-                         silu_mul(gate.z * scale, up.z * scale), silu_mul(gate.w * scale, up.w * scale)});
+        // The quads of a column lie in neighbouring lanes: own_rows is a power of two up to 64.
+#pragma unroll 1
+        for (int offset = 1; offset < plan.quads; offset *= 2) squares += __shfl_xor_sync(~0u, squares, offset);
+        if (column < args.batch && quad == 0) {
+          args.square_sums_out[column * args.parts_out + (tile << plan.cluster_bits) + rank] = squares;
         }
-        break;
-      case Epilogue::kAddResidual:
-        for (int first = 0; first < args.batch * quads; first += threads) {
-          const int column = (first + thread) >> plan.quad_bits, row = (first + thread & quad_mask) * 4;
-          float squares = 0.0f;
-          if (column < args.batch) {
-            if (first > 0) piece.fetch(args, column, own_row + row);
-            squares = piece.finish(args, column, own_row + row, partials.sum(column, row));
-          }
-          // The quads of a column lie in neighbouring lanes: own_rows is a power of two up to 64.
-          for (int offset = 1; offset < quads; offset *= 2) squares += __shfl_xor_sync(~0u, squares, offset);
-          if (column < args.batch && row == 0) {
-            args.square_sums_out[column * args.parts_out + tile * plan.cluster + rank] = squares;
-          }
-        }
-        break;
+      } else if (column < args.batch) {
+        store_normed<T>(args, column, quad, own_row, inverse_rms[column], partials);
+      }
     }
   }
 }
@@ -347,13 +420,16 @@ __device__ __forceinline__ void consume(const KernelArgs& args, const Ring& ring
 // Calls load(slot, row of the weight matrix, k-block) for every stage of this block, each once its slot is empty.
 template <class Load>
 __device__ __forceinline__ void fill(const Plan& plan, const Ring& ring, const Load& load) {
-  const int rank = blockIdx.x % plan.cluster;
+  const int rank = blockIdx.x & (plan.cluster() - 1);
   Position write;
-  for (int tile = blockIdx.x / plan.cluster; tile < plan.tiles; tile += gridDim.x / plan.cluster) {
+#pragma unroll 1
+  for (int tile = blockIdx.x >> plan.cluster_bits; tile < plan.tiles; tile += gridDim.x >> plan.cluster_bits) {
+#pragma unroll 1
     for (int round = 0; round < plan.rounds; ++round) {
+#pragma unroll 1
       for (int block = 0; block < plan.k_warps; block += plan.stage_blocks) {
         wait(ring.emptied(write.slot), write.parity ^ 1);
-        load(write.slot, tile * plan.rows, (round * plan.cluster + rank) * plan.k_warps + block);
+        load(write.slot, tile * plan.rows, ((round << plan.cluster_bits) + rank) * plan.k_warps + block);
         write.advance(1, plan.stages);
       }
     }
@@ -384,15 +460,18 @@ __device__ __forceinline__ void produce_activations(const Activations& x, const 
   });
 }
 
-template <class T, int kColumnTiles, int kRowTiles, class Weights, class Activations>
-__global__ void __launch_bounds__(32 * (kMaxConsumerWarps + Weights::kWarps + Activations::kWarps), 1)
+template <class T, class Sums, class Weights, class Activations>
+__global__ void __launch_bounds__(32 * (8 * Sums::kColumnTiles <= kFewColumns ? kMaxWarps : kMaxWarpsManyColumns), 1)
     linear_kernel(const __grid_constant__ typename Weights::Operand weight,
                   const __grid_constant__ typename Activations::Operand x, const __grid_constant__ KernelArgs args) {
-#if __CUDA_ARCH__ < 900
-  if constexpr (Weights::kTensorCopies) return;
-  else
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  constexpr bool kServed = true;
+#elif __CUDA_ARCH__ >= 900
+  constexpr bool kServed = !Sums::kWarpgroup;
+#else
+  constexpr bool kServed = !Sums::kWarpgroup && !Weights::kTensorCopies;
 #endif
-  {
+  if constexpr (kServed) {
     extern __shared__ __align__(1024) unsigned char shared[];
     const Plan& plan = args.plan;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -402,23 +481,23 @@ __global__ void __launch_bounds__(32 * (kMaxConsumerWarps + Weights::kWarps + Ac
     if (threadIdx.x == 0) {
       if (ring.shared % 1024 != 0) __trap();
       ring.init(Weights::kWarps * Weights::kLanes, Activations::kWarps * Activations::kLanes,
-                plan.stage_blocks * plan.row_warps);
+                plan.stage_blocks * plan.row_warps * plan.column_warps);
 #if __CUDA_ARCH__ >= 900
-      if (plan.cluster > 1) ptx::expect_bytes(ring.exchange_barrier(), plan.cluster * args.batch * plan.own_rows * 4);
+      if (plan.cluster_bits > 0) ptx::expect_bytes(ring.exchange_barrier(), plan.cluster() * args.batch * plan.own_rows * 4);
       asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 #endif
     }
     ptx::let_next_kernel_start();
     __syncthreads();
 #if __CUDA_ARCH__ >= 900
-    if (plan.cluster > 1) ptx::arrive_at_cluster_barrier();
+    if (plan.cluster_bits > 0) ptx::arrive_at_cluster_barrier();
 #endif
     const StageShape stage{plan.rows, plan.columns, plan.stage_blocks, args.epilogue == Epilogue::kSiluMul};
     if (warp < plan.consumer_warps()) {
-      consume<T, kColumnTiles, kRowTiles>(args, ring, shared);
+      consume<T, Sums>(args, ring, shared);
     } else if (warp < plan.consumer_warps() + Weights::kWarps) {
       if (lane < Weights::kLanes) produce_weights(Weights(weight, stage), plan, ring);
-    } else {
+    } else if (warp < plan.consumer_warps() + Weights::kWarps + Activations::kWarps) {
       if (lane < Activations::kLanes) produce_activations(Activations(x, stage), plan, ring);
     }
   }

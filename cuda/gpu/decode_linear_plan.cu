@@ -33,26 +33,14 @@ int balanced_rows(int out_rows, int step, int most, int multiprocessors) {
   return best;
 }
 
-// The smallest cluster that leaves a block no more than `most` bytes of activations to fetch.
-int cluster_for(const Shape& shape, int most, int least, int blocks, const Target& target) {
-  if (!target.tensor_copies) return 1;
-  int cluster = least;
-  const int64_t bytes = int64_t{2} * columns_of(shape.batch) * shape.in_features;
-  while (cluster < 8 && bytes / cluster > most) cluster *= 2;
-  // A GPC's multiprocessors do not divide by 4 or 8: an eleventh of the GPU is out of reach for such clusters.
-  if (cluster > 2 && blocks > target.multiprocessors * 10 / 11) cluster = 2;
-  return cluster;
-}
-
 Cut cut_add_residual(const Shape& shape, const Target& target) {
   const int own = square_sum_channels(shape.out_rows);
   const int blocks = shape.out_rows / own;
-  const bool deep = target.tensor_copies && own == 16 && shape.in_features >= 96 * kBlock;
-  int cluster = cluster_for(shape, deep ? 320 * 1024 : 208 * 1024, deep ? 4 : 1, blocks, target);
-  while (blocks % cluster != 0) cluster /= 2;
+  // A block that took all of a long K would have too many activations to fetch.
+  const bool deep = target.tensor_copies && own <= 16 && shape.in_features > 2 * shape.out_rows && blocks % 4 == 0;
   Cut cut{};
-  cut.rows = own * cluster;
-  cut.cluster = cluster;
+  cut.cluster = deep ? 4 : 1;
+  cut.rows = own * cut.cluster;
   cut.chains = deep ? 16 : own <= 32 ? 8 : 4;
   cut.row_tiles = deep || own > 16 ? 2 : 1;
   cut.window_bytes = kInFlightBytes * 3 / 2 / blocks;
@@ -62,14 +50,13 @@ Cut cut_add_residual(const Shape& shape, const Target& target) {
 Cut cut_store(const Shape& shape, const Target& target) {
   const int most = target.tensor_copies ? 192 : 64;
   Cut cut{};
-  cut.rows = balanced_rows(shape.out_rows, 8, most, target.multiprocessors);
+  cut.rows = balanced_rows(shape.out_rows, 16, most, target.multiprocessors);
   const int tiles = ceil_div(cut.rows, 16);
   cut.row_tiles = tiles > 4 ? 2 : 1;
   cut.chains = std::min(8, power_of_two_up_to(std::max(1, 8 / ceil_div(tiles, cut.row_tiles))));
-  cut.cluster = cut.chains >= 4 ? std::min(2, cluster_for(shape, 208 * 1024, 1, 0, target)) : 1;
-  cut.rows *= cut.cluster;
+  cut.cluster = 1;
   const bool many_tiles = ceil_div(shape.out_rows, cut.rows) > target.multiprocessors;
-  cut.window_bytes = many_tiles ? 120 * 1024 : kInFlightBytes / target.multiprocessors;
+  cut.window_bytes = many_tiles ? 72 * 1024 : kInFlightBytes / target.multiprocessors;
   return cut;
 }
 
@@ -79,7 +66,7 @@ Cut cut_silu_mul(const Shape& shape, const Target& target) {
   cut.rows = balanced_rows(shape.out_rows, 16, most, target.multiprocessors);
   const int tiles = cut.rows / 16;
   cut.row_tiles = tiles > 4 ? 2 : 1;
-  cut.chains = tiles == 1 ? 8 : tiles <= 3 ? 4 : tiles <= 12 ? 2 : 1;
+  cut.chains = tiles == 1 ? 8 : tiles == 2 || (tiles == 3 && target.tensor_copies) ? 4 : tiles <= 12 ? 2 : 1;
   cut.cluster = 1;
   cut.window_bytes = kInFlightBytes / target.multiprocessors;
   return cut;
@@ -105,14 +92,21 @@ bool make_plan(const Shape& shape, const Cut& cut, const Target& target, Plan& p
   plan = {};
   plan.columns = columns_of(shape.batch);
   plan.rows = cut.rows;
-  plan.cluster = cut.cluster;
+  while (plan.cluster() < cut.cluster) ++plan.cluster_bits;
   plan.row_tiles = cut.row_tiles;
-  plan.row_warps = ceil_div(cut.rows, 16 * cut.row_tiles);
   plan.k_warps = cut.chains / cut.cluster;
-  if (plan.k_warps < 1 || plan.consumer_warps() > kMaxConsumerWarps || cut.rows % (4 * cut.cluster) != 0) return false;
+  if (plan.k_warps < 1) return false;
+  const int most_warps = (plan.columns <= kFewColumns ? kMaxWarps : kMaxWarpsManyColumns) -
+                         target.producer_warps(plan.columns);
+  plan.warpgroups = target.warpgroups && plan.columns > kFewColumns && cut.row_tiles == 2 &&
+                    4 * ceil_div(cut.rows, 64) * plan.k_warps <= most_warps;
+  plan.row_warps = plan.warpgroups ? 4 * ceil_div(cut.rows, 64) : ceil_div(cut.rows, 16 * cut.row_tiles);
+  plan.column_warps = plan.columns > 32 && !plan.warpgroups ? 2 : 1;
+  if (plan.consumer_warps() > most_warps) return false;
+  if (cut.rows % (4 * cut.cluster) != 0) return false;
   plan.own_rows = cut.rows / cut.cluster;
-  const int quads = plan.own_rows / (shape.epilogue == Epilogue::kSiluMul ? 8 : 4);
-  while ((1 << plan.quad_bits) < quads) ++plan.quad_bits;
+  plan.quads = plan.own_rows / (shape.epilogue == Epilogue::kSiluMul ? 8 : 4);
+  plan.column_factor = (1 << 20) / plan.quads + 1;
   plan.rounds = ceil_div(shape.in_features / kBlock, cut.chains);
   plan.tiles = ceil_div(shape.out_rows, cut.rows);
   plan.grid = std::min(plan.tiles, target.multiprocessors / cut.cluster) * cut.cluster;
@@ -123,8 +117,9 @@ bool make_plan(const Shape& shape, const Cut& cut, const Target& target, Plan& p
   plan.reduce_stride = round_up(cut.rows, 16) + 4;
   const int reduce_bytes = round_up(plan.k_warps * plan.columns * plan.reduce_stride * 4, kSwizzleBytes);
   const int exchange_bytes = cut.cluster > 1 ? cut.cluster * plan.columns * plan.own_rows * 4 : 0;
-  // Warps of the last tile read up to 16 * row_tiles rows beyond it.
-  const int overrun_bytes = round_up((16 * cut.row_tiles * plan.row_warps - cut.rows) * 2 * kBlock, kSwizzleBytes);
+  // The last warps of a tile also multiply what lies behind it.
+  const int rows_read = plan.row_warps * 16 * (plan.warpgroups ? 1 : cut.row_tiles);
+  const int overrun_bytes = round_up((rows_read - cut.rows) * 2 * kBlock, kSwizzleBytes);
   const int ring_bytes =
       target.shared_bytes - kHeaderBytes - overrun_bytes - exchange_bytes - (one_tile ? 0 : reduce_bytes);
 
@@ -147,15 +142,13 @@ bool make_plan(const Shape& shape, const Cut& cut, const Target& target, Plan& p
       one_tile ? kHeaderBytes + std::max(ring + overrun_bytes, reduce_bytes) : plan.reduce_offset + reduce_bytes;
   plan.shared_bytes = plan.exchange_offset + exchange_bytes;
   if (plan.shared_bytes > target.shared_bytes) return false;
+  // Early launched blocks would pile up on the first multiprocessors that have room: one block each.
   if (target.tensor_copies) plan.shared_bytes = std::max(plan.shared_bytes, kOneBlockPerMultiprocessor);
   return true;
 }
 
 bool find_plan(const Shape& shape, const Target& target, Plan& plan) {
-  for (Cut cut = choose_cut(shape, target);; cut.cluster /= 2, cut.rows /= 2) {
-    if (make_plan(shape, cut, target, plan)) return true;
-    if (cut.cluster == 1) return false;
-  }
+  return make_plan(shape, choose_cut(shape, target), target, plan);
 }
 
 }  // namespace octavo::gpu::decode

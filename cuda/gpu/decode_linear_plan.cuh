@@ -11,7 +11,9 @@ enum class Epilogue : int { kStore, kSiluMul, kAddResidual };
 constexpr int kBlock = 64;         // elements of K in a k-block: a 128-byte line of each row
 constexpr int kHeaderBytes = 1024; // barriers and 1 / rms, in front of the ring
 constexpr int kMaxStages = 24;
-constexpr int kMaxConsumerWarps = 12;
+constexpr int kFewColumns = 16;  // up to here: smaller blocks of more registers, and activations by cp.async
+constexpr int kMaxWarps = 17;    // of a block for few columns
+constexpr int kMaxWarpsManyColumns = 26;
 constexpr int kMaxParts = 128;  // of a row's square sum
 
 struct Shape {
@@ -24,16 +26,19 @@ struct Shape {
 // What the choices depend on.
 struct Target {
   int multiprocessors;
-  int shared_bytes;  // that one block may have
+  int shared_bytes;    // that one block may have
   bool tensor_copies;  // bulk tensor copies and clusters (sm_90, sm_100); else cp.async, whole K in every block
+  bool warpgroups;     // wgmma (sm_90a)
+
+  constexpr int producer_warps(int columns) const { return !tensor_copies ? 5 : columns <= kFewColumns ? 4 : 2; }
 };
 
 // The free choices. `rows` of the weight are one tile, computed by a cluster whose blocks have a share of K each. K is
-// cut into `chains` of k-blocks, dealt out in turn and each summed by one row of warps; the chains' sums meet in a
-// binary tree. So the bits of a result depend on chains and row_tiles, not on how many blocks share the work.
+// cut into `chains` of k-blocks, dealt out in turn and each summed by one row of warps. The bits of a result depend on
+// cluster, chains and row_tiles: these must not depend on the batch.
 struct Cut {
   int rows;
-  int cluster;
+  int cluster;  // power of two; above 1 for kAddResidual only
   int chains;
   int row_tiles;     // 16-row tiles of one warp: 1 (two accumulators: even and odd steps) or 2
   int window_bytes;  // weight bytes in flight in a block: a full memory queue would delay the activations
@@ -41,17 +46,22 @@ struct Cut {
 
 struct Plan {
   int columns;  // batch rounded up to 8, 16, 32 or 64
-  int rows, cluster, row_tiles;
-  int row_warps, k_warps;  // consumer warps: row_warps * k_warps; k_warps = chains of this block
+  int rows, cluster_bits, row_tiles;
+  bool warpgroups;  // row_warps come in fours of 64 rows, which multiply together
+  int row_warps, column_warps, k_warps;  // their product are the consumer warps; k_warps: chains of this block
   int rounds;              // k-blocks of a chain
   int stage_blocks;        // k-blocks of a stage
   int stages, window;
   int tiles, grid;
   int own_rows;   // rows of the tile that a block of the cluster finishes
-  int quad_bits;  // log2 of the threads that finish a column's own rows, four rows (gate_up: channels) each
+  int quads;      // threads that finish a column's own rows, four rows (gate_up: channels) each
+  uint32_t column_factor;  // 2^20 / quads, rounded up
   int reduce_stride, reduce_offset, exchange_offset, shared_bytes;
 
-  constexpr int consumer_warps() const { return row_warps * k_warps; }
+  constexpr int cluster() const { return 1 << cluster_bits; }
+  constexpr int consumer_warps() const { return row_warps * column_warps * k_warps; }
+  // The column of the i-th quad: i / quads, exact for as many quads as a tile has.
+  constexpr int column_of(int i) const { return static_cast<int>(i * column_factor >> 20); }
 };
 
 // Channels whose squares a block sums: the rows that one block finishes of an output of the residual stream.
@@ -62,7 +72,7 @@ Cut choose_cut(const Shape& shape, const Target& target);
 // False if the cut does not fit the target.
 bool make_plan(const Shape& shape, const Cut& cut, const Target& target, Plan& plan);
 
-// The chosen cut, with a smaller cluster if the chosen one does not fit. False if none does.
+// The chosen cut's plan. False if it does not fit.
 bool find_plan(const Shape& shape, const Target& target, Plan& plan);
 
 }  // namespace octavo::gpu::decode

@@ -43,11 +43,30 @@ __device__ __forceinline__ bool phase_is_over(uint32_t barrier, uint32_t parity)
 
 // Traps rather than hangs if the phase never ends.
 __device__ __forceinline__ void wait(uint32_t barrier, uint32_t parity) {
+#pragma unroll 1
   for (int attempt = 0; attempt < (1 << 26); ++attempt) {
     if (phase_is_over(barrier, parity)) return;
   }
   __trap();
 }
+
+#if __CUDA_ARCH__ >= 900
+// The end of the first phase of a barrier that other blocks of the cluster complete.
+__device__ __forceinline__ void wait_for_cluster(uint32_t barrier) {
+#pragma unroll 1
+  for (int attempt = 0; attempt < (1 << 26); ++attempt) {
+    uint32_t over;
+    asm volatile(
+        "{\n\t.reg .pred over;\n\tmbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 over,[%1],0;\n\t"
+        "selp.u32 %0,1,0,over;\n\t}"
+        : "=r"(over)
+        : "r"(barrier)
+        : "memory");
+    if (over != 0) return;
+  }
+  __trap();
+}
+#endif
 
 // ---- the ring
 
@@ -58,6 +77,7 @@ struct Position {
 
   __device__ __forceinline__ void advance(int steps, int stages) {
     slot += steps;
+#pragma unroll 1
     while (slot >= stages) {
       slot -= stages;
       parity ^= 1;
@@ -85,6 +105,7 @@ struct Ring {
   __device__ uint32_t activations(int slot) const { return weights(slot) + weight_bytes; }
 
   __device__ void init(int weight_arrivals, int activation_arrivals, int consumer_arrivals) const {
+#pragma unroll 1
     for (int slot = 0; slot < stages; ++slot) {
       init_barrier(weights_here(slot), weight_arrivals);
       init_barrier(activations_here(slot), activation_arrivals);
@@ -255,7 +276,7 @@ struct TensorActivations {
 // keep what was in the stage; nothing reads their results.
 struct AsyncActivations {
   static constexpr bool kTensorCopies = false;
-  static constexpr int kWarps = 2;
+  static constexpr int kWarps = 3;
   static constexpr int kLanes = 32;
 
   struct Operand {
@@ -275,7 +296,7 @@ struct AsyncActivations {
   __device__ __forceinline__ void load(uint32_t to, uint32_t barrier, int k_block) const {
     const int lane = threadIdx.x % (32 * kWarps);
     const LineCopier copier{to, lane % 8};
-#pragma unroll 4
+#pragma unroll 2
     for (int i = lane / 8; i < stage.blocks * x.batch; i += 4 * kWarps) {
       const int block = i * reciprocal >> 16;
       const int row = i - block * x.batch;
