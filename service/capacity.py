@@ -51,7 +51,7 @@ class CapacityService(capacity_pb2_grpc.CapacityServiceServicer):
     async def WatchCacheEvents(  # type: ignore[override]  # writes by context.write
         self, request: capacity_pb2.WatchCacheEventsRequest, context: Context
     ) -> None:
-        await abort(context, unimplemented("this replica has no prefix cache"))
+        await abort(context, unimplemented("this version publishes no cache events"))
 
     def _snapshot(self) -> capacity_pb2.Capacity:
         replica = self._replica

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import secrets
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,14 +46,8 @@ MAX_STOP_SEQUENCE_BYTES = 1024
 MAX_STOP_TOKEN_IDS = 64
 MAX_COALESCE_SECONDS = 10.0
 MAX_LOGIT_BIAS = 100.0
+MAX_PENALTY = 100.0
 MAX_TIMEOUT_SECONDS = 7 * 24 * 3600.0
-
-# Parameters of the contract whose ops the engine does not have yet: (field, neutral value).
-UNSUPPORTED_PENALTIES = (
-    ("repetition_penalty", 1.0),
-    ("presence_penalty", 0.0),
-    ("frequency_penalty", 0.0),
-)
 
 
 def refuse(failure: Failure) -> RequestRefusedError:
@@ -153,25 +147,34 @@ def _parse_template_arguments(text: str, path: str) -> dict[str, Any] | None:
 
 def _parse_sampling(message: generation_pb2.SamplingParameters, info: EngineInfo) -> SamplingParameters:
     path = "start.sampling"
-    for name, neutral in UNSUPPORTED_PENALTIES:
-        if _number(message, name, neutral, path) != neutral:
-            raise refuse(unsupported(f"{path}.{name}"))
-    if message.logit_bias:
-        raise refuse(unsupported(f"{path}.logit_bias"))
-    if message.allowed_token_ids:
-        raise refuse(unsupported(f"{path}.allowed_token_ids"))
     top_k = message.top_k
     if top_k > info.vocab_size:
         problem = f"is {top_k}, above the vocabulary size {info.vocab_size}"
         raise refuse(invalid(f"{path}.top_k", problem))
+    allowed = list(message.allowed_token_ids)
+    _check_ids(f"{path}.allowed_token_ids", allowed, info)
     return SamplingParameters(
         temperature=_number(message, "temperature", 1.0, path, least=0.0),
         top_p=_number(message, "top_p", 1.0, path, above=0.0, most=1.0),
         top_k=top_k,
         min_p=_number(message, "min_p", 0.0, path, least=0.0, most=1.0),
+        repetition_penalty=_number(message, "repetition_penalty", 1.0, path, above=0.0, most=MAX_PENALTY),
+        presence_penalty=_number(message, "presence_penalty", 0.0, path, least=-2.0, most=2.0),
+        frequency_penalty=_number(message, "frequency_penalty", 0.0, path, least=-2.0, most=2.0),
         seed=message.seed if message.HasField("seed") else secrets.randbits(63),
         n=_count(message, "n", 1, path, least=1, most=min(MAX_CANDIDATES, info.max_num_seqs)),
+        logit_bias=_parse_logit_bias(message.logit_bias, f"{path}.logit_bias", info),
+        allowed_token_ids=allowed,
     )
+
+
+def _parse_logit_bias(biases: Mapping[int, float], path: str, info: EngineInfo) -> dict[int, float]:
+    for token_id, bias in biases.items():
+        _check_id(f"{path}[{token_id}]", token_id, info)
+        if not -MAX_LOGIT_BIAS <= bias <= MAX_LOGIT_BIAS:  # NaN is not, either
+            problem = f"is {bias:g}, not within -{MAX_LOGIT_BIAS:g} to {MAX_LOGIT_BIAS:g}"
+            raise refuse(invalid(f"{path}[{token_id}]", problem))
+    return dict(biases)
 
 
 def _parse_stop(message: generation_pb2.StopCriteria, info: EngineInfo) -> StopCriteria:
@@ -274,9 +277,12 @@ def _length_limits(info: EngineInfo) -> dict[str, int]:
 
 def _check_ids(path: str, ids: Iterable[int], info: EngineInfo) -> None:
     for index, token_id in enumerate(ids):
-        if token_id >= info.vocab_size:
-            problem = f"is {token_id}, outside the vocabulary of {info.vocab_size}"
-            raise refuse(invalid(f"{path}[{index}]", problem))
+        _check_id(f"{path}[{index}]", token_id, info)
+
+
+def _check_id(path: str, token_id: int, info: EngineInfo) -> None:
+    if token_id >= info.vocab_size:
+        raise refuse(invalid(path, f"is {token_id}, outside the vocabulary of {info.vocab_size}"))
 
 
 def _number(

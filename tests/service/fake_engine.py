@@ -238,12 +238,12 @@ class FakeEngineClient:
                 continue
             now = time.monotonic()
             if self._live:
-                self._run_step(now)
+                self.run_step(now)
             elif now - idle_since > HEARTBEAT_SECONDS:
                 idle_since = self._heartbeat = now
                 self._notify()
 
-    def _run_step(self, now: float) -> None:
+    def run_step(self, now: float) -> None:
         self._heartbeat = now
         self._admit()
         self._step += any(live.running for live in self._live.values())

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
-from engine import FinishReason, types
+from engine import FinishReason, SamplingParameters, StopCriteria
 from octavo.v1 import generation_pb2 as pb
 from tests.service.byte_tokenizer import IM_END, byte_tokenizer
 from tests.service.calls import run_bidi, run_stream, run_unary, start, start_message
@@ -194,9 +196,20 @@ async def test_bidi_assigns_an_id_where_none_is_given(served: Running) -> None:
 
 
 async def test_request_fields_reach_the_engine(served: Running) -> None:
+    sampling: dict[str, Any] = {
+        "temperature": 0.5,
+        "top_p": 0.5,
+        "top_k": 7,
+        "min_p": 0.25,
+        "seed": 3,
+        "n": 2,
+        "repetition_penalty": 1.5,
+        "presence_penalty": 0.5,
+        "frequency_penalty": -0.5,
+    }
     request = start(
         "hi",
-        sampling=pb.SamplingParameters(temperature=0.5, top_p=0.5, top_k=7, min_p=0.25, seed=3, n=2),
+        sampling=pb.SamplingParameters(**sampling, logit_bias={3: 1.5}, allowed_token_ids=[3, 4]),
         stop=pb.StopCriteria(max_tokens=4, min_tokens=2, token_ids=[5], ignore_eos=True),
         output=pb.OutputOptions(top_logprobs=1),
         scheduling=pb.Scheduling(priority=-3),
@@ -205,8 +218,9 @@ async def test_request_fields_reach_the_engine(served: Running) -> None:
     await run_stream(served, request)
     (sent,) = served.engine.submitted
     assert sent.prompt_token_ids == [104, 105]
-    assert sent.sampling == types.SamplingParameters(temperature=0.5, top_p=0.5, top_k=7, min_p=0.25, seed=3, n=2)
-    assert sent.stop == types.StopCriteria(max_tokens=4, min_tokens=2, token_ids=[5], ignore_eos=True)
+    expected = SamplingParameters(**sampling, logit_bias={3: 1.5}, allowed_token_ids=[3, 4])
+    assert sent.sampling == expected
+    assert sent.stop == StopCriteria(max_tokens=4, min_tokens=2, token_ids=[5], ignore_eos=True)
     assert (sent.top_logprobs, sent.priority, sent.cache_salt, sent.cache_bypass) == (1, -3, "s", True)
     assert sent.deadline is None
 

@@ -430,11 +430,11 @@ class SamplingParameters(_message.Message):
     min_p: _builtins.float
     """In [0, 1]. Default 0: off."""
     repetition_penalty: _builtins.float
-    """Above 0. Default 1: off."""
+    """Above 0, at most 100; over prompt and output. Default 1: off."""
     presence_penalty: _builtins.float
-    """In [-2, 2]. Default 0: off."""
+    """In [-2, 2]; over the output. Default 0: off."""
     frequency_penalty: _builtins.float
-    """In [-2, 2]. Default 0: off."""
+    """In [-2, 2]; over the output. Default 0: off."""
     seed: _builtins.int
     """Makes the output reproducible, whatever it is batched with. Absent: the server draws one."""
     n: _builtins.int
