@@ -6,6 +6,7 @@ import os
 import time
 import uuid
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 import torch
@@ -13,6 +14,8 @@ import torch
 from engine import _runtime
 from engine.config import Device, EngineConfig
 from engine.errors import ConfigurationError, EngineError, InvalidRequestError
+from engine.grammar.compiler import GrammarCompiler, GrammarError
+from engine.grammar.constraint import GrammarConstraint
 from engine.kv.allocator import make_allocator
 from engine.kv.block_table import BlockTables
 from engine.kv.prefix_index import PrefixIndex
@@ -27,6 +30,7 @@ from engine.schedule.forecast import OutputForecast
 from engine.schedule.preemption import PreemptionCost
 from engine.schedule.residency import Residency
 from engine.schedule.scheduler import Scheduler, SchedulerLimits
+from engine.text.tokenizer import Tokenizer
 from engine.types import (
     CandidateFinish,
     EngineInfo,
@@ -34,6 +38,7 @@ from engine.types import (
     Event,
     FailureKind,
     GenerationRequest,
+    Grammar,
     RequestFailed,
     RequestFinished,
     StepFrame,
@@ -45,6 +50,8 @@ from engine.validation import check_request
 
 ProgressCallback = Callable[[str], None]
 
+MAX_COMPILING = 64  # requests whose grammars wait to be compiled
+_COMPILING_PAUSE_SECONDS = 0.001
 _WATERMARK_SHARE = 100  # one block in so many stays free when admitting beside running sequences
 
 
@@ -70,6 +77,15 @@ class GenerationResult:
         return self.candidates[0].token_ids
 
 
+@dataclass(frozen=True, slots=True)
+class _Compiling:
+    """A request that waits for its grammar. arrival: `time.monotonic()` seconds."""
+
+    request: GenerationRequest
+    arrival: float
+    result: Future[GrammarConstraint]
+
+
 class Engine:
     """Synchronous: the caller's thread is the step thread. LocalEngineClient and the engine process drive it for a
     service; `generate` drives it for offline work."""
@@ -83,6 +99,8 @@ class Engine:
         model = load_model(config, device, report)
         self.config = config
         self.model = model
+        self._grammars = GrammarCompiler(lambda: Tokenizer.from_source(model.source), model.eos_token_ids)
+        self._compiling: dict[str, _Compiling] = {}
         self._build(device, report)
 
     def _build(self, device: torch.device, report: ProgressCallback) -> None:
@@ -169,7 +187,7 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return self.loop.has_work
+        return self.loop.has_work or bool(self._compiling)
 
     @property
     def stats(self) -> EngineStats:
@@ -182,16 +200,50 @@ class Engine:
         except InvalidRequestError as error:
             self.scheduler.refuse(request.request_id, error.message, error.field)
             return
-        self.scheduler.submit(request, time.monotonic())
+        if request.grammar is None:
+            self.scheduler.submit(request, time.monotonic())
+        else:
+            self._compile(request, request.grammar)
+
+    def _compile(self, request: GenerationRequest, grammar: Grammar) -> None:
+        name = request.request_id
+        if name in self._compiling:
+            self.scheduler.refuse(name, "request id is already live", "request_id")
+        elif len(self._compiling) >= MAX_COMPILING:
+            problem = f"{MAX_COMPILING} grammars wait to be compiled"
+            self.scheduler.refuse(name, problem, kind=FailureKind.QUEUE_FULL)
+        else:
+            self._compiling[name] = _Compiling(request, time.monotonic(), self._grammars.submit(grammar))
+
+    def _queue_compiled(self) -> None:
+        """Hands over what has been compiled since the last step."""
+        for name, waiting in list(self._compiling.items()):
+            if waiting.result.done():
+                del self._compiling[name]
+                try:
+                    self.scheduler.submit(waiting.request, waiting.arrival, waiting.result.result())
+                except GrammarError as error:
+                    self.scheduler.refuse(name, str(error), "grammar", FailureKind.GRAMMAR_INVALID)
 
     def cancel(self, request_id: str) -> bool:
+        waiting = self._compiling.pop(request_id, None)
+        if waiting is not None:
+            waiting.result.cancel()
+            self.scheduler.withdraw(request_id, time.monotonic() - waiting.arrival)
+            return True
         return self.scheduler.cancel(request_id, time.monotonic())
 
     def stop_candidate(self, request_id: str, candidate: int) -> None:
         self.scheduler.stop_candidate(request_id, candidate, time.monotonic())
 
+    def close(self) -> None:
+        """Ends what runs beside the step loop."""
+        self._grammars.close()
+
     def step(self) -> StepFrame:
         """One step of the loop. A step that raises fails every live request, since what it wrote is unknown."""
+        if self._compiling:
+            self._queue_compiled()
         try:
             return self.loop.step()
         except Exception as error:
@@ -218,6 +270,8 @@ class Engine:
                 _collect(results[event.request_id], event)
             if not self.has_work:
                 return [results[request.request_id] for request in requests]
+            if not self.loop.has_work:
+                time.sleep(_COMPILING_PAUSE_SECONDS)
 
 
 def check_config(config: EngineConfig) -> None:

@@ -24,6 +24,7 @@ def serve(engine: Engine, receive: Receive, send: Send) -> None:
     while True:
         for command in receive(0.0 if engine.has_work else HEARTBEAT_SECONDS):
             if isinstance(command, Shutdown):
+                engine.close()
                 return
             apply(engine, command)
         before = engine.stats.step if engine.has_work else -1

@@ -53,12 +53,32 @@ class StopCriteria(msgspec.Struct, frozen=True):
     ignore_eos: bool = False
 
 
+class GrammarKind(enum.StrEnum):
+    """What a grammar's text is. regex: the whole output matches it (Rust's syntax, no look-around). ebnf: Lark or GBNF.
+    choices: a JSON list of strings. json_object: the text is not read."""
+
+    JSON_SCHEMA = "json_schema"
+    JSON_OBJECT = "json_object"
+    REGEX = "regex"
+    EBNF = "ebnf"
+    CHOICES = "choices"
+
+
+class Grammar(msgspec.Struct, frozen=True):
+    """What an output must follow. JSON comes on one line, with a space behind a comma and a colon."""
+
+    kind: GrammarKind
+    text: str = ""
+
+
 class GenerationRequest(msgspec.Struct, frozen=True):
     """One prompt to continue. `request_id` is unique among the engine's live requests.
 
     top_logprobs: None: no log probabilities; 0: the sampled token's only; k: also those of the k likeliest.
     prompt_top_logprobs: the same of the prompt's tokens; such a request computes its whole prompt and reads nothing
     from the prefix cache.
+    grammar: None leaves the output free. It ends where the grammar is satisfied, so `ignore_eos` and `min_tokens` do
+    not go with it.
     deadline, queue_deadline: `time.monotonic()` seconds, for the whole request and for its first scheduling.
     """
 
@@ -68,6 +88,7 @@ class GenerationRequest(msgspec.Struct, frozen=True):
     stop: StopCriteria = StopCriteria()
     top_logprobs: int | None = None
     prompt_top_logprobs: int | None = None
+    grammar: Grammar | None = None
     priority: int = 0
     deadline: float | None = None
     queue_deadline: float | None = None
@@ -136,6 +157,7 @@ class FailureKind(enum.StrEnum):
 
     INVALID = "invalid"
     PROMPT_TOO_LONG = "prompt_too_long"
+    GRAMMAR_INVALID = "grammar_invalid"
     QUEUE_FULL = "queue_full"
     EXPIRED_IN_QUEUE = "expired_in_queue"
     DEADLINE_EXCEEDED = "deadline_exceeded"

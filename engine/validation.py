@@ -21,6 +21,11 @@ def check_request(request: GenerationRequest, vocab_size: int, eos_token_ids: Co
         if count is not None and not 0 <= count <= vocab_size:
             raise InvalidRequestError(f"output.{name}", f"is {count}, not within 0 to {vocab_size}")
     _check_something_may_come(request, eos_token_ids)
+    if request.grammar is not None:
+        if request.stop.ignore_eos:
+            raise InvalidRequestError("stop.ignore_eos", "does not go with structured output, which ends by itself")
+        if request.stop.min_tokens:
+            raise InvalidRequestError("stop.min_tokens", "does not go with structured output, which ends by itself")
 
 
 def _check_sampling(sampling: SamplingParameters, vocab_size: int) -> None:

@@ -110,6 +110,15 @@ def prompt_too_long(problem: str, numbers: Mapping[str, int]) -> Failure:
     )
 
 
+def grammar_invalid(problem: str) -> Failure:
+    return Failure(
+        grpc.StatusCode.INVALID_ARGUMENT,
+        "GRAMMAR_INVALID",
+        f"start.structured_output: {problem}",
+        fields=(("start.structured_output", problem),),
+    )
+
+
 def queue_full(problem: str, retry_after: float) -> Failure:
     return Failure(
         grpc.StatusCode.RESOURCE_EXHAUSTED,
@@ -244,6 +253,8 @@ def _from_kind(event: RequestFailed, instance_id: str) -> Failure:
             return invalid(f"start.{event.field}" if event.field else "start", event.message)
         case FailureKind.PROMPT_TOO_LONG:
             return replace(prompt_too_long(event.message, {}), metadata=event.details)
+        case FailureKind.GRAMMAR_INVALID:
+            return grammar_invalid(event.message)
         case FailureKind.QUEUE_FULL:
             return queue_full(event.message, float(event.details.get("retry_after", "1")))
         case FailureKind.EXPIRED_IN_QUEUE:

@@ -57,6 +57,7 @@ def edit_logits(logits: Tensor, entries: Sequence[ScheduledSequence]) -> None:
     _penalise_repetition(logits, entries)
     _penalise_output(logits, entries)
     _keep_allowed(logits, entries)
+    _keep_grammatical(logits, entries)
     _bar_endings(logits, entries)
 
 
@@ -128,6 +129,22 @@ def _keep_allowed(logits: Tensor, entries: Sequence[ScheduledSequence]) -> None:
             logits[row, ids] = kept
 
 
+def _keep_grammatical(logits: Tensor, entries: Sequence[ScheduledSequence]) -> None:
+    rows: list[int] = []
+    masks: list[NDArray[np.int32]] = []
+    for row, entry in enumerate(entries):
+        constraint = entry.sequence.constraint
+        if constraint is not None:
+            rows.append(row)
+            masks.append(constraint.mask(_known(entry)[entry.sequence.num_prompt :]))
+    if rows:
+        words = torch.from_numpy(np.stack(masks)).to(logits.device)
+        bits = (words[:, :, None] >> torch.arange(32, dtype=torch.int32, device=logits.device)) & 1
+        barred = bits.flatten(1)[:, : logits.shape[1]] == 0
+        index = torch.tensor(rows, device=logits.device)
+        logits[index] = logits[index].masked_fill(barred, -math.inf)
+
+
 def _bar_endings(logits: Tensor, entries: Sequence[ScheduledSequence]) -> None:
     """No end before `min_tokens`."""
     cells = _Cells()
@@ -152,9 +169,15 @@ def _num_output(entry: ScheduledSequence) -> int:
 
 def _counts(entry: ScheduledSequence) -> TokenCounts:
     sequence = entry.sequence
-    if len(sequence.token_ids) != entry.start + entry.count:
-        raise EngineError("a penalty needs tokens that are still on the device")
     if sequence.counts is None:
         sequence.counts = TokenCounts(sequence.num_prompt)
-    sequence.counts.follow(sequence.token_ids)
+    sequence.counts.follow(_known(entry))
     return sequence.counts
+
+
+def _known(entry: ScheduledSequence) -> list[int]:
+    """Prompt and output up to the token to draw."""
+    tokens = entry.sequence.token_ids
+    if len(tokens) != entry.start + entry.count:
+        raise EngineError("what may come next depends on tokens that are still on the device")
+    return tokens

@@ -17,7 +17,7 @@ from engine.schedule.forecast import Demand, OutputForecast
 from engine.schedule.plan import ScheduledSequence, StepOutcome, StepPlan
 from engine.schedule.policy import Policy, PriorityWithAgeing
 from engine.schedule.residency import Residency
-from engine.schedule.sequence import Phase, RequestGroup, Sequence, edited_tokens, follows_tokens
+from engine.schedule.sequence import Constraint, Phase, RequestGroup, Sequence, edited_tokens, follows_tokens
 from engine.types import (
     Admitted,
     CandidateFinish,
@@ -27,8 +27,10 @@ from engine.types import (
     GenerationRequest,
     RequestFailed,
     RequestFinished,
+    Timing,
     TokenLogprob,
     TokensGenerated,
+    Usage,
 )
 
 _MAX_SKIPS = 32  # a sequence that blocks cannot be found for is overtaken at most so often
@@ -94,8 +96,8 @@ class Scheduler:
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
-    def submit(self, request: GenerationRequest, now: float) -> None:
-        """Queues a request, or refuses it with a RequestFailed event."""
+    def submit(self, request: GenerationRequest, now: float, constraint: Constraint | None = None) -> None:
+        """Queues a request, or refuses it with a RequestFailed event. constraint: of the request's grammar."""
         if self._refused(request):
             return
         group = RequestGroup(
@@ -111,6 +113,9 @@ class Scheduler:
         self._arrivals += 1
         position = self.num_queued_requests
         group.sequences = [self._new_sequence(group, index) for index in range(request.sampling.n)]
+        if constraint is not None:
+            for sequence in group.sequences:
+                sequence.constraint = constraint.copy()
         self._groups[request.request_id] = group
         if group.edited_tokens:
             self._editing.add(request.request_id)
@@ -122,9 +127,14 @@ class Scheduler:
         self.counters.prompt_tokens += len(request.prompt_token_ids)
         self._events.append(Admitted(request.request_id, len(request.prompt_token_ids), position))
 
-    def refuse(self, request_id: str, message: str, field: str) -> None:
-        """Answers a request that is invalid for a reason the scheduler does not know of."""
-        self._events.append(RequestFailed(request_id, FailureKind.INVALID, message, field=field))
+    def refuse(self, request_id: str, message: str, field: str = "", kind: FailureKind = FailureKind.INVALID) -> None:
+        """Answers a request that gets no further for a reason the scheduler does not know of."""
+        self._events.append(RequestFailed(request_id, kind, message, field=field))
+
+    def withdraw(self, request_id: str, waited: float) -> None:
+        """Answers a request that was cancelled before it came here, after so many seconds."""
+        timing = Timing(queued=waited, time_to_first_token=waited, total=waited)
+        self._events.append(RequestFinished(request_id, Usage(), timing, cancelled=True))
 
     def cancel(self, request_id: str, now: float) -> bool:
         """Ends a request wherever it is; its blocks are free at once. False if it is not live."""

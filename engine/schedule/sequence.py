@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
 
 from engine.kv.prefix_index import Chain
 from engine.schedule.token_counts import TokenCounts
@@ -11,6 +16,16 @@ from engine.types import CandidateFinish, GenerationRequest, Timing, Usage
 
 NO_SLOT = -1
 _ALL_TOKENS = 2**31 - 1
+
+
+class Constraint(Protocol):
+    """Which tokens may come next in one candidate."""
+
+    def copy(self) -> Constraint: ...
+
+    def mask(self, output: Tokens[int]) -> NDArray[np.int32]:
+        """32 tokens a word, lowest bit first, after all of `output`, which only grows."""
+        ...
 
 
 class Phase(enum.Enum):
@@ -45,6 +60,7 @@ class Sequence:
     chain: Chain | None = None  # how far its blocks are published in the prefix cache; None: not at all, ever
     finish: CandidateFinish | None = None
     counts: TokenCounts | None = None  # made when a penalty first asks for it
+    constraint: Constraint | None = None
 
     @property
     def num_prompt(self) -> int:
@@ -107,6 +123,8 @@ class RequestGroup:
 def follows_tokens(request: GenerationRequest) -> bool:
     """Whether what may be drawn next depends on the tokens so far."""
     sampling = request.sampling
+    if request.grammar is not None:
+        return True
     return sampling.repetition_penalty != 1.0 or bool(sampling.presence_penalty or sampling.frequency_penalty)
 
 

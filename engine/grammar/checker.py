@@ -1,0 +1,74 @@
+"""Compiles grammars on trial, in a process of its own with bounded memory and processor time: some JSON schemas of a
+few lines grow exponentially, before any limit of the library holds. Run as a script by `engine.grammar.compiler`.
+
+A line of JSON in, [kind, text]; a line of JSON out: {"grammar": what llguidance takes} or {"error": one line}.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import sys
+from typing import Any
+
+from llguidance import LLMatcher, LLParserLimits
+from llguidance.gbnf_to_lark import any_to_lark
+
+MEMORY_BYTES = 640 << 20
+CPU_SECONDS = 10
+
+# One line, with a space behind a comma and a colon: a model cannot lose itself in white space.
+_JSON_LAYOUT: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_ERROR_LENGTH = 300
+
+
+def main() -> None:
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    limits = LLParserLimits(verbose_errors=False)
+    for line in sys.stdin.buffer:
+        _grant_time()
+        kind, text = json.loads(line)
+        answer = _answer(kind, text, limits)
+        sys.stdout.write(json.dumps(answer) + "\n")
+        sys.stdout.flush()
+
+
+def _grant_time() -> None:
+    """Also ends this process should its parent die in the middle of a trial."""
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    spent = int(usage.ru_utime + usage.ru_stime) + 1
+    resource.setrlimit(resource.RLIMIT_CPU, (spent + CPU_SECONDS, resource.RLIM_INFINITY))
+
+
+def _answer(kind: str, text: str, limits: LLParserLimits) -> dict[str, str]:
+    try:
+        grammar = _to_llguidance(kind, text)
+        error = LLMatcher.validate_grammar(grammar, limits=limits)
+    except Exception as raised:
+        error = str(raised)
+    if error and not error.startswith("WARNING"):
+        return {"error": " ".join(error.split())[:_ERROR_LENGTH]}
+    return {"grammar": grammar}
+
+
+def _to_llguidance(kind: str, text: str) -> str:
+    match kind:
+        case "json_schema":
+            return LLMatcher.grammar_from_json_schema(text, defaults=_JSON_LAYOUT)
+        case "json_object":
+            return LLMatcher.grammar_from_json_schema('{"type": "object"}', defaults=_JSON_LAYOUT)
+        case "regex":
+            return LLMatcher.grammar_from_regex(text)
+        case "ebnf":
+            return LLMatcher.grammar_from_lark(any_to_lark(text))
+        case "choices":
+            spelled = [json.dumps(choice, ensure_ascii=False) for choice in json.loads(text)]
+            if not spelled:
+                raise ValueError("there is nothing to choose from")
+            return LLMatcher.grammar_from_lark("start: " + " | ".join(spelled))
+    raise ValueError(f"no kind of grammar is called {kind!r}")
+
+
+if __name__ == "__main__":
+    main()

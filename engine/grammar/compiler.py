@@ -1,0 +1,186 @@
+"""Compiles the grammars of requests beside the step loop: on one thread, which drops the interpreter's lock in the long
+parts, after a trial in a process whose memory and time are bounded."""
+
+from __future__ import annotations
+
+import json
+import queue
+import select
+import subprocess
+import sys
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Collection
+from concurrent.futures import Future
+from pathlib import Path
+
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
+
+from engine.errors import EngineError
+from engine.grammar import checker
+from engine.grammar.constraint import GrammarConstraint
+from engine.text.tokenizer import Tokenizer
+from engine.types import Grammar
+
+TRIAL_SECONDS = 3.0
+MAX_TEXT_BYTES = 1 << 18
+_CACHED = 128
+
+_Job = tuple[Grammar, "Future[GrammarConstraint]"]
+
+
+class GrammarError(EngineError):
+    """A grammar that does not compile, or not within the limits; the message is one line."""
+
+
+class GrammarCompiler:
+    """Starts nothing before the first grammar comes. Results, refusals too, are kept for the next request with the same
+    grammar."""
+
+    def __init__(self, load_tokenizer: Callable[[], Tokenizer], eos_token_ids: Collection[int]) -> None:
+        """load_tokenizer: called once, on the compiler's thread; if it fails, every grammar is refused."""
+        self._load_tokenizer = load_tokenizer
+        self._eos_token_ids = eos_token_ids
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._trial = Trial()
+        self._tokenizer: LLTokenizer | None = None
+        self._known: OrderedDict[tuple[str, str], GrammarConstraint | str] = OrderedDict()
+
+    def submit(self, grammar: Grammar) -> Future[GrammarConstraint]:
+        """A constraint of the caller's own, or GrammarError."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="octavo-grammar", daemon=True)
+            self._thread.start()
+        future: Future[GrammarConstraint] = Future()
+        self._jobs.put((grammar, future))
+        return future
+
+    def close(self) -> None:
+        """Lets thread and process end once what was submitted is done. Nothing may be submitted any more."""
+        self._jobs.put(None)
+
+    def _run(self) -> None:
+        while self._take(self._jobs.get()):
+            pass
+        self._trial.close()
+
+    def _take(self, job: _Job | None) -> bool:
+        """False at the end. (A method of its own: the waiting thread keeps nothing of the last job alive.)"""
+        if job is None:
+            return False
+        grammar, future = job
+        if future.set_running_or_notify_cancel():
+            try:
+                future.set_result(self._constraint(grammar))
+            except Exception as error:
+                known = isinstance(error, GrammarError)
+                future.set_exception(error if known else GrammarError(f"{type(error).__name__}: {error}"))
+        return True
+
+    def _constraint(self, grammar: Grammar) -> GrammarConstraint:
+        key = (grammar.kind.value, grammar.text)
+        found = self._known.pop(key, None)
+        if found is None:
+            try:
+                found = self._compile(*key)
+            except GrammarError as error:
+                found = str(error)
+        self._known[key] = found
+        if len(self._known) > _CACHED:
+            self._known.popitem(last=False)
+        if isinstance(found, str):
+            raise GrammarError(found)
+        return found.copy()
+
+    def _compile(self, kind: str, text: str) -> GrammarConstraint:
+        if len(text.encode()) > MAX_TEXT_BYTES:
+            raise GrammarError(f"the grammar is longer than {MAX_TEXT_BYTES} bytes")
+        source = self._trial.run(kind, text)
+        tokens = self._tokens()
+        matcher = LLMatcher(tokens, source, log_level=0, limits=LLParserLimits(verbose_errors=False))
+        constraint = GrammarConstraint(matcher, tokens.vocab_size)
+        if not constraint.mask([]).any():
+            raise GrammarError(constraint.error or "the grammar allows no text at all")
+        return constraint
+
+    def _tokens(self) -> LLTokenizer:
+        if self._tokenizer is None:
+            try:
+                tokenizer = self._load_tokenizer()
+            except EngineError as error:
+                raise GrammarError(f"this model has no tokenizer: {error}") from None
+            ends = sorted(token for token in self._eos_token_ids if token < tokenizer.size)
+            if not ends:
+                raise GrammarError("this model has no end-of-sequence token")
+            vocabulary = TokenizerWrapper(_Vocabulary(tokenizer, ends[0]))
+            self._tokenizer = LLTokenizer(vocabulary, n_vocab=tokenizer.size, eos_token=ends)
+        return self._tokenizer
+
+
+class _Vocabulary:
+    """A tokenizer as the library wants it. The bytes of every token are our own rules', which its text comes by."""
+
+    def __init__(self, tokenizer: Tokenizer, eos_token_id: int) -> None:
+        self.eos_token_id = eos_token_id
+        self.bos_token_id = tokenizer.bos_token_id
+        self.tokens = [tokenizer.token_bytes(token) for token in range(tokenizer.size)]
+        self.special_token_ids = sorted(tokenizer.special_ids)
+        self._tokenizer = tokenizer
+
+    def __call__(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=False)
+
+
+class Trial:
+    """The checker process. It lives on between trials, and is replaced after one that went beyond a limit."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def run(self, kind: str, text: str) -> str:
+        """What llguidance takes for the grammar. Raises GrammarError."""
+        process = self._process or self._start()
+        answer = self._ask(process, json.dumps([kind, text]).encode() + b"\n")
+        if answer is None:
+            self.close()
+            raise GrammarError(
+                f"the grammar needs more than {TRIAL_SECONDS:g} s or {checker.MEMORY_BYTES >> 20} MiB to compile"
+            )
+        if "error" in answer:
+            raise GrammarError(answer["error"])
+        return answer["grammar"]
+
+    def close(self) -> None:
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            process.communicate()
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        # -P: the script's folder is no place to import from.
+        command = [sys.executable, "-P", str(Path(checker.__file__))]
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+        )
+        return self._process
+
+    def _ask(self, process: subprocess.Popen[bytes], question: bytes) -> dict[str, str] | None:
+        """None if the process died or did not answer in time."""
+        assert process.stdin is not None
+        assert process.stdout is not None
+        deadline, answer = time.monotonic() + TRIAL_SECONDS, b""
+        try:
+            process.stdin.write(question)
+            process.stdin.flush()
+        except OSError:
+            return None
+        while not answer.endswith(b"\n"):
+            ready, _, _ = select.select([process.stdout], [], [], max(0.0, deadline - time.monotonic()))
+            piece = process.stdout.read1() if ready else b""  # type: ignore[attr-defined]
+            if not piece:
+                return None
+            answer += piece
+        result: dict[str, str] = json.loads(answer)
+        return result

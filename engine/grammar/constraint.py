@@ -1,0 +1,43 @@
+"""Which tokens may come next in one candidate's output."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from llguidance import LLMatcher
+from numpy.typing import NDArray
+
+Int32Array = NDArray[np.int32]
+
+
+class GrammarConstraint:
+    """Follows a list of output tokens that only grows. Not for several threads at once."""
+
+    def __init__(self, matcher: LLMatcher, vocab_size: int) -> None:
+        self._matcher = matcher
+        self._words = -(-vocab_size // 32)
+        self._read = 0
+
+    def copy(self) -> GrammarConstraint:
+        """For another candidate: what this one has read so far stays read."""
+        copied = GrammarConstraint(self._matcher.deep_copy(), 32 * self._words)
+        copied._read = self._read
+        return copied
+
+    @property
+    def error(self) -> str:
+        """Why nothing may come any more; empty if all is well."""
+        return " ".join(self._matcher.get_error().split())
+
+    def mask(self, output: Sequence[int]) -> Int32Array:
+        """[words] of 32 bits, lowest first: bit i of word w is token 32 w + i. End-of-sequence tokens may come where
+        the grammar is satisfied. All zero once it has failed: `output` does not follow it, or it costs too much."""
+        bits = np.zeros(self._words, dtype=np.int32)
+        new = list(output[self._read :])
+        self._read = len(output)
+        if (not new or self._matcher.consume_tokens(new)) and not self._matcher.is_error():
+            self._matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
+        if self._matcher.is_error():
+            bits[:] = 0
+        return bits

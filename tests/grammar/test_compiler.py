@@ -1,0 +1,188 @@
+"""Grammars compiled beside the step loop, and what they let through, token by token."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from engine.grammar.compiler import MAX_TEXT_BYTES, TRIAL_SECONDS, GrammarCompiler, GrammarError
+from engine.grammar.constraint import GrammarConstraint
+from engine.text.tokenizer import Tokenizer
+from engine.types import Grammar, GrammarKind
+from tests.text.tokenizers_under_test import tokenizer
+
+TOKENIZER = tokenizer("byte-level")
+EOS = TOKENIZER.token_id("<|im_end|>") or 0
+
+
+@pytest.fixture(scope="module")
+def compiler() -> Iterator[GrammarCompiler]:
+    made = GrammarCompiler(lambda: TOKENIZER, [EOS])
+    yield made
+    made.close()
+
+
+def compiled(compiler: GrammarCompiler, kind: GrammarKind, text: str = "") -> GrammarConstraint:
+    return compiler.submit(Grammar(kind, text)).result(timeout=30)
+
+
+def allowed(constraint: GrammarConstraint, output: list[int]) -> set[int]:
+    bits = np.unpackbits(constraint.mask(output).view(np.uint8), bitorder="little")
+    return set(np.flatnonzero(bits).tolist())
+
+
+def accepts(constraint: GrammarConstraint, text: str, tok: Tokenizer = TOKENIZER, eos: int = EOS) -> bool:
+    """Whether the text's own tokens may come one after another and then the end."""
+    own, output = constraint.copy(), []
+    for token in tok.encode(text, add_special_tokens=False):
+        if token not in allowed(own, output):
+            return False
+        output.append(token)
+    return eos in allowed(own, output)
+
+
+CASES = [
+    (GrammarKind.REGEX, r"[a-c]{2,3}\d", ["ab1", "abc9"], ["a1", "abcd1", "ab", "ab1 "]),
+    (GrammarKind.CHOICES, json.dumps(["yes", 'a"b\\c\n', "žluť 🙂"]), ["yes", 'a"b\\c\n', "žluť 🙂"], ["no", "yes!"]),
+    (GrammarKind.EBNF, 'start: "a" start "b" | "ab"', ["ab", "aabb"], ["aab", "ba"]),
+    (GrammarKind.EBNF, 'root ::= "x" [0-9]+ | "y"', ["x12", "y"], ["x", "z"]),
+    (GrammarKind.JSON_OBJECT, "", ["{}", '{"a": [1, null]}'], ["[]", "1", '{"a" : 1}', '{"a"']),
+    (
+        GrammarKind.JSON_SCHEMA,
+        json.dumps(
+            {
+                "type": "object",
+                "properties": {"n": {"type": "integer", "minimum": 3, "maximum": 12}, "s": {"enum": ["a", "b"]}},
+                "required": ["n", "s"],
+                "additionalProperties": False,
+            }
+        ),
+        ['{"n": 3, "s": "a"}', '{"n": 12, "s": "b"}'],
+        ['{"n": 13, "s": "a"}', '{"n": 3}', '{"n": 3, "s": "c"}', '{"n": 3, "s": "a", "t": 1}'],
+    ),
+]
+
+
+@pytest.mark.parametrize(("kind", "text", "good", "bad"), CASES)
+def test_exactly_the_grammars_texts_may_come(
+    compiler: GrammarCompiler, kind: GrammarKind, text: str, good: list[str], bad: list[str]
+) -> None:
+    constraint = compiled(compiler, kind, text)
+    assert [item for item in good if not accepts(constraint, item)] == []
+    assert [item for item in bad if accepts(constraint, item)] == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "sample"),
+    [
+        ("demo", "a bcd ěü 🙂"),
+        ("byte-level", "a bcd ěü 🙂"),
+        ("byte-fallback", "a bcd ěü 🙂"),
+        ("metaspace", "a bcd e"),  # its decoder has no byte fallback: those tokens are their names
+    ],
+)
+def test_every_kind_of_tokenizer_spells_the_same_texts(kind: str, sample: str) -> None:
+    tok = tokenizer(kind)
+    compiler = GrammarCompiler(lambda: tok, [eos := min(tok.special_ids)])
+    try:
+        constraint = compiled(compiler, GrammarKind.REGEX, "[ a-zěü🙂]+")
+        tokens = tok.encode(sample, add_special_tokens=False)
+        own, output = constraint.copy(), list[int]()
+        for token in tokens:
+            assert token in allowed(own, output), tok.token(token)
+            output.append(token)
+        assert eos in allowed(own, output)
+        special = tok.special_ids - {eos}
+        assert not allowed(constraint.copy(), []) & special
+    finally:
+        compiler.close()
+
+
+def test_candidates_are_apart_and_follow_what_has_been_added(compiler: GrammarCompiler) -> None:
+    first = compiled(compiler, GrammarKind.REGEX, "(ab|cd)*")
+    second = first.copy()
+    a, b, c = (TOKENIZER.encode(letter, add_special_tokens=False)[0] for letter in "abc")
+    assert {a, c, EOS} <= allowed(first, [])
+    assert b not in allowed(first, [])
+    assert b in allowed(first, [a])
+    assert a in allowed(second, [])
+    assert EOS in allowed(first, [a, b])
+    assert EOS not in allowed(first.copy(), [a, b, a])
+
+
+def test_tokens_against_the_grammar_leave_nothing_to_come(compiler: GrammarCompiler) -> None:
+    constraint = compiled(compiler, GrammarKind.REGEX, "ab")
+    [wrong] = TOKENIZER.encode("z", add_special_tokens=False)
+    assert allowed(constraint, [wrong]) == set()
+    assert allowed(constraint, [wrong, wrong]) == set()
+
+
+def nested_all_of(depth: int) -> str:
+    """Two lines that a compiler expands to 2 ** depth."""
+    defs: dict[str, object] = {
+        f"d{i}": {"allOf": [{"$ref": f"#/$defs/d{i + 1}"}, {"$ref": f"#/$defs/d{i + 1}"}]} for i in range(depth)
+    }
+    defs[f"d{depth}"] = {"type": "string", "pattern": "a*"}
+    return json.dumps({"$defs": defs, "$ref": "#/$defs/d0"})
+
+
+HOSTILE = [
+    (GrammarKind.JSON_SCHEMA, nested_all_of(18)),
+    (GrammarKind.JSON_SCHEMA, nested_all_of(30)),
+    (GrammarKind.JSON_SCHEMA, '{"items":' * 5000 + "{}" + "}" * 5000),
+    (GrammarKind.JSON_SCHEMA, json.dumps({"enum": ["x" * 100] * 5000})),
+    (GrammarKind.REGEX, "(" * 10_000 + "a" + ")" * 10_000),
+    (GrammarKind.EBNF, "start: " + "(" * 100_000 + '"a"' + ")" * 100_000),
+]
+
+
+@pytest.mark.parametrize(("kind", "text"), HOSTILE, ids=range(len(HOSTILE)))
+def test_hostile_grammars_are_refused_in_bounded_time_and_the_next_is_served(
+    compiler: GrammarCompiler, kind: GrammarKind, text: str
+) -> None:
+    began = time.monotonic()
+    with pytest.raises(GrammarError) as caught:
+        compiled(compiler, kind, text)
+    assert time.monotonic() - began < 4 * TRIAL_SECONDS  # the limit itself, and a slow machine
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 500
+    assert accepts(compiled(compiler, GrammarKind.REGEX, "ab*"), "abb")
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "named"),
+    [
+        (GrammarKind.REGEX, "a(", "unclosed group"),
+        (GrammarKind.REGEX, "(?=a)b", "look-around"),
+        (GrammarKind.JSON_SCHEMA, "{", "line 1"),
+        (GrammarKind.JSON_SCHEMA, '{"type": "string", "not": {"const": "a"}}', "not"),
+        (GrammarKind.JSON_SCHEMA, '{"$ref": "http://127.0.0.1:9/x.json"}', "not fetch"),
+        (GrammarKind.JSON_SCHEMA, '{"type": "string", "minLength": 3, "maxLength": 2}', "Unsatisfiable"),
+        (GrammarKind.EBNF, "start: nope", "nope"),
+        (GrammarKind.CHOICES, "[]", "nothing to choose"),
+        (GrammarKind.REGEX, "x" * (MAX_TEXT_BYTES + 1), "longer than"),
+    ],
+)
+def test_a_grammar_that_does_not_compile_says_why(
+    compiler: GrammarCompiler, kind: GrammarKind, text: str, named: str
+) -> None:
+    for _ in range(2):  # the second time from what is known
+        with pytest.raises(GrammarError, match=re.escape(named)):
+            compiled(compiler, kind, text)
+
+
+def test_a_model_without_a_tokenizer_refuses_every_grammar() -> None:
+    def none() -> Tokenizer:
+        raise GrammarError("no tokenizer.json")
+
+    compiler = GrammarCompiler(none, [EOS])
+    try:
+        with pytest.raises(GrammarError, match="no tokenizer"):
+            compiled(compiler, GrammarKind.REGEX, "a")
+    finally:
+        compiler.close()

@@ -1,0 +1,222 @@
+"""Structured output on whole engines: answers follow their grammars, whatever else runs; bad grammars hurt nobody."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+
+from engine.engine import MAX_COMPILING, Engine
+from engine.errors import ConfigurationError
+from engine.model.source import resolve
+from engine.text.tokenizer import Tokenizer
+from engine.types import (
+    Event,
+    FailureKind,
+    FinishReason,
+    GenerationRequest,
+    Grammar,
+    GrammarKind,
+    RequestFailed,
+    RequestFinished,
+    SamplingParameters,
+    StopCriteria,
+    TokensGenerated,
+)
+from tests.grammar.test_compiler import nested_all_of
+from tests.model.tiny import byte_level_tokenizer, write_tiny_model
+from tests.test_engine import engine, request
+
+PROMPT = [7, 300, 12, 45]
+REGEX = Grammar(GrammarKind.REGEX, "[a-c]{3,9}-[0-9]{2}")
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = write_tiny_model(tmp_path_factory.mktemp("qwen2"), "qwen2")
+    byte_level_tokenizer().save(str(path / "tokenizer.json"))
+    return path
+
+
+@pytest.fixture(scope="module")
+def shared(tiny: Path) -> Engine:
+    return engine(tiny)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny: Path) -> Tokenizer:
+    return Tokenizer.load(str(tiny))
+
+
+def constrained(
+    name: str, grammar: Grammar, seed: int = 1, max_tokens: int = 60, prompt: list[int] | None = None, n: int = 1
+) -> GenerationRequest:
+    sampling = SamplingParameters(temperature=1.0, seed=seed, n=n)
+    stop = StopCriteria(max_tokens=max_tokens)
+    return GenerationRequest(name, prompt or PROMPT, sampling, stop, grammar=grammar)
+
+
+def test_every_answer_follows_its_own_grammar_in_one_batch(shared: Engine, tokenizer: Tokenizer) -> None:
+    grammars = {
+        "regex": REGEX,
+        "choices": Grammar(GrammarKind.CHOICES, json.dumps(["yes", "no", "per\\haps"])),
+        "ebnf": Grammar(GrammarKind.EBNF, 'start: "(" ("x" | "y")~0..5 ")"'),
+    }
+    items = [constrained(name, grammar, seed) for seed, (name, grammar) in enumerate(grammars.items())]
+    items += [request(f"free{i}", [*PROMPT, i], 30) for i in range(3)]
+    free = [shared.generate([item])[0].token_ids for item in items[3:]]
+    results = shared.generate(items)
+    texts = [tokenizer.decode(result.token_ids) for result in results[:3]]
+    assert re.fullmatch(REGEX.text, texts[0])
+    assert texts[1] in ("yes", "no", "per\\haps")
+    assert re.fullmatch(r"\([xy]{0,5}\)", texts[2])
+    for result in results[:3]:
+        assert result.candidates[0].finish is not None
+        assert result.candidates[0].finish.reason is FinishReason.END_OF_SEQUENCE
+    assert [result.token_ids for result in results[3:]] == free
+    shared.scheduler.check_idle()
+
+
+def test_candidates_and_preemption_keep_the_grammar(tiny: Path, shared: Engine, tokenizer: Tokenizer) -> None:
+    items = [constrained(str(i), REGEX, seed=i, prompt=[*PROMPT * 3, i + 3], n=1 + i % 3) for i in range(6)]
+    alone = [[c.token_ids for c in shared.generate([item])[0].candidates] for item in items]
+    small = engine(tiny, kv_cache_tokens=80)
+    together = [[c.token_ids for c in result.candidates] for result in small.generate(items)]
+    assert together == alone
+    assert small.stats.preemptions > 0
+    assert all(re.fullmatch(REGEX.text, tokenizer.decode(ids)) for candidates in together for ids in candidates)
+
+
+def run(engine_: Engine, until: float, events: list[Event]) -> None:
+    while engine_.has_work and time.monotonic() < until:
+        events += engine_.step().events
+
+
+def test_a_hostile_grammar_fails_alone_while_other_streams_go_on(tiny: Path) -> None:
+    local = engine(tiny, max_model_len=400)
+    expected = local.generate([request("a", PROMPT, 200)])[0].token_ids
+    local.submit(constrained("hostile", Grammar(GrammarKind.JSON_SCHEMA, nested_all_of(30))))
+    local.submit(request("a", PROMPT, 200))
+    events: list[Event] = []
+    run(local, time.monotonic() + 60, events)
+    tokens = [event for event in events if isinstance(event, TokensGenerated)]
+    [failure] = [event for event in events if isinstance(event, RequestFailed)]
+    assert (failure.request_id, failure.kind, failure.field) == ("hostile", FailureKind.GRAMMAR_INVALID, "grammar")
+    assert [token for event in tokens for token in event.token_ids] == expected
+    assert events.index(tokens[0]) < events.index(failure)
+    local.scheduler.check_idle()
+
+
+def test_a_request_is_cancelled_while_its_grammar_compiles(tiny: Path) -> None:
+    local = engine(tiny)
+    local.submit(constrained("a", Grammar(GrammarKind.JSON_SCHEMA, nested_all_of(30))))
+    local.submit(constrained("b", REGEX))
+    assert local.cancel("b")
+    assert not local.cancel("b")
+    events: list[Event] = []
+    run(local, time.monotonic() + 60, events)
+    ends = {e.request_id: e for e in events if isinstance(e, RequestFailed | RequestFinished)}
+    assert isinstance(ends["b"], RequestFinished)
+    assert ends["b"].cancelled
+    assert isinstance(ends["a"], RequestFailed)
+    assert len(events) == 2
+
+
+def test_grammars_that_wait_are_bounded(tiny: Path) -> None:
+    local = engine(tiny)
+    for index in range(MAX_COMPILING + 2):
+        local.submit(constrained(str(index), REGEX, max_tokens=1))
+    events: list[Event] = []
+    run(local, time.monotonic() + 60, events)
+    refused = [e.request_id for e in events if isinstance(e, RequestFailed) and e.kind is FailureKind.QUEUE_FULL]
+    assert refused == [str(MAX_COMPILING), str(MAX_COMPILING + 1)]
+    assert sum(isinstance(e, RequestFinished) for e in events) == MAX_COMPILING
+
+
+@pytest.mark.parametrize(
+    ("stop", "field"),
+    [(StopCriteria(ignore_eos=True), "stop.ignore_eos"), (StopCriteria(min_tokens=3), "stop.min_tokens")],
+)
+def test_what_does_not_go_with_a_grammar_is_named(shared: Engine, stop: StopCriteria, field: str) -> None:
+    failure = shared.generate([GenerationRequest("a", PROMPT, stop=stop, grammar=REGEX)])[0].failure
+    assert failure is not None
+    assert (failure.kind, failure.field) == (FailureKind.INVALID, field)
+
+
+def test_a_grammar_and_allowed_tokens_that_exclude_each_other_fail_alone(shared: Engine, tokenizer: Tokenizer) -> None:
+    [z] = tokenizer.encode("z", add_special_tokens=False)
+    sampling = SamplingParameters(allowed_token_ids=[z])
+    results = shared.generate([GenerationRequest("a", PROMPT, sampling, grammar=REGEX), request("b", PROMPT, 5)])
+    assert results[0].failure is not None
+    assert results[0].failure.kind is FailureKind.INVALID
+    assert len(results[1].token_ids) == 5
+
+
+def random_schema(generator: random.Random, depth: int = 0) -> dict[str, Any]:
+    """Bounded, so that a small model's answer ends."""
+    kinds = ["integer", "boolean", "null", "enum", "string", "pattern"] + ["object", "array"] * (depth < 2)
+    match generator.choice(kinds) if depth else "object":
+        case "integer":
+            least = generator.randint(-50, 50)
+            return {"type": "integer", "minimum": least, "maximum": least + generator.randint(0, 500)}
+        case "enum":
+            return {"enum": generator.sample(["red", "green", 3, None, True, 'q"u', "ž"], generator.randint(1, 4))}
+        case "string":
+            return {"type": "string", "maxLength": generator.randint(1, 12)}
+        case "pattern":
+            return {"type": "string", "pattern": generator.choice(["^[A-Z]{3}-[0-9]{2}$", "^(ab|cd){1,3}$", "^x?y$"])}
+        case "array":
+            most = generator.randint(1, 3)
+            items = random_schema(generator, depth + 1)
+            return {"type": "array", "items": items, "minItems": generator.randint(0, most), "maxItems": most}
+        case "object":
+            names = generator.sample(["id", "name", "tags", "a b", "é"], generator.randint(1, 3))
+            return {
+                "type": "object",
+                "properties": {name: random_schema(generator, depth + 1) for name in names},
+                "required": generator.sample(names, generator.randint(0, len(names))),
+                "additionalProperties": False,
+            }
+        case kind:
+            return {"type": kind}
+
+
+def check_schemas(engine_: Engine, tokenizer: Tokenizer, count: int, prompt: list[int]) -> int:
+    """How many answers ended by themselves; each of those has been found valid."""
+    generator = random.Random(11)
+    schemas = [random_schema(generator) for _ in range(count)]
+    items = [
+        constrained(str(i), Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema)), i, 110, prompt)
+        for i, schema in enumerate(schemas)
+    ]
+    finished = 0
+    for schema, result in zip(schemas, engine_.generate(items), strict=True):
+        assert result.failure is None, (schema, result.failure)
+        finish = result.candidates[0].finish
+        assert finish is not None
+        if finish.reason is FinishReason.END_OF_SEQUENCE:
+            finished += 1
+            jsonschema.validate(json.loads(tokenizer.decode(result.token_ids)), schema)
+    return finished
+
+
+def test_random_schemas_are_followed(shared: Engine, tokenizer: Tokenizer) -> None:
+    assert check_schemas(shared, tokenizer, 12, PROMPT) >= 6
+
+
+@pytest.mark.slow
+def test_random_schemas_are_followed_by_the_demo_model() -> None:
+    try:
+        resolve("demo")
+    except ConfigurationError as error:
+        pytest.skip(f"the demo model is not here: {error}")
+    tok = Tokenizer.load("demo")
+    prompt = tok.encode("Here is an example of a JSON object:\n")
+    demo = engine("demo", max_num_seqs=16, max_model_len=256)  # type: ignore[arg-type]
+    assert check_schemas(demo, tok, 50, prompt) >= 40
