@@ -16,6 +16,8 @@ from engine import (
     CandidateFinish,
     EngineInfo,
     EngineStats,
+    Grammar,
+    GrammarKind,
     SamplingParameters,
     StopCriteria,
     Timing,
@@ -47,6 +49,7 @@ MAX_STOP_TOKEN_IDS = 64
 MAX_COALESCE_SECONDS = 10.0
 MAX_LOGIT_BIAS = 100.0
 MAX_PENALTY = 100.0
+MAX_GRAMMAR_BYTES = 256 << 10
 MAX_TIMEOUT_SECONDS = 7 * 24 * 3600.0
 
 
@@ -80,8 +83,6 @@ def parse_start(
     if len(start.request_id.encode()) > MAX_REQUEST_ID_BYTES:
         raise refuse(invalid("start.request_id", f"is longer than {MAX_REQUEST_ID_BYTES} bytes"))
     model.check_name(start.model)
-    if start.HasField("structured_output"):
-        raise refuse(unsupported("start.structured_output"))
     sampling = _parse_sampling(start.sampling, model.info)
     return Generation(
         request_id=start.request_id,
@@ -92,6 +93,7 @@ def parse_start(
         stop_sequences=_parse_stop_sequences(start.stop.sequences),
         include_stop=start.stop.include_in_output,
         output=_parse_output(start.output, model.info, windowed=windowed),
+        grammar=_parse_grammar(start),
         priority=start.scheduling.priority,
         timeout=_parse_timeout(start.scheduling, "timeout"),
         queue_timeout=_parse_timeout(start.scheduling, "queue_timeout"),
@@ -203,6 +205,35 @@ def _parse_stop_sequences(sequences: Sequence[str]) -> list[str]:
         if len(sequence.encode()) > MAX_STOP_SEQUENCE_BYTES:
             raise refuse(invalid(f"{path}[{index}]", f"is longer than {MAX_STOP_SEQUENCE_BYTES} bytes"))
     return list(sequences)
+
+
+def _parse_grammar(start: generation_pb2.StartGeneration) -> Grammar | None:
+    """Whether it compiles is for the engine to say, which does it outside its step loop."""
+    if not start.HasField("structured_output"):
+        return None
+    path, message = "start.structured_output", start.structured_output
+    name = message.WhichOneof("constraint")
+    if name is None:
+        raise refuse(invalid(path, "is missing a constraint"))
+    if start.stop.ignore_eos or start.stop.min_tokens:
+        field_path = "start.stop.ignore_eos" if start.stop.ignore_eos else "start.stop.min_tokens"
+        raise refuse(invalid(field_path, "does not go with structured_output, which says where the output ends"))
+    text = _grammar_text(message, name)
+    if name != "json_object" and not text:
+        raise refuse(invalid(f"{path}.{name}", "is empty"))
+    if len(text.encode()) > MAX_GRAMMAR_BYTES:
+        raise refuse(invalid(f"{path}.{name}", f"is longer than {MAX_GRAMMAR_BYTES} bytes"))
+    return Grammar(GrammarKind(name), text)
+
+
+def _grammar_text(message: generation_pb2.StructuredOutput, name: str) -> str:
+    match name:
+        case "json_object":
+            return ""
+        case "choices":
+            return json.dumps(list(message.choices.choices)) if message.choices.choices else ""
+        case _:
+            return str(getattr(message, name))
 
 
 def _parse_output(message: generation_pb2.OutputOptions, info: EngineInfo, *, windowed: bool) -> OutputOptions:

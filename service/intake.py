@@ -123,6 +123,7 @@ class Intake:
                 sampling=generation.sampling,
                 stop=generation.stop,
                 top_logprobs=generation.output.top_logprobs,
+                grammar=generation.grammar,
                 priority=generation.priority,
                 deadline=deadline,
                 queue_deadline=queue_deadline,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from engine import SamplingParameters, StopCriteria
+from engine import Grammar, SamplingParameters, StopCriteria
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +60,7 @@ class Generation:
     stop_sequences: list[str] = field(default_factory=list)
     include_stop: bool = False
     output: OutputOptions = OutputOptions()
+    grammar: Grammar | None = None
     priority: int = 0
     timeout: float | None = None
     queue_timeout: float | None = None

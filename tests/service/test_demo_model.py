@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import signal
 import sys
 from collections.abc import AsyncIterator
@@ -86,6 +87,19 @@ async def test_stop_sequence_and_token_count(server: Process) -> None:
         assert text.startswith(" 7")
         assert "9" not in text
         assert events[-1].finished.usage.completion_tokens < 40
+
+
+async def test_structured_output_is_what_was_asked_for(server: Process) -> None:
+    async with Client(server.address) as client:
+        start = chat_request([("user", "Is water wet?")], max_tokens=8, sampling=GREEDY)
+        start.structured_output.choices.choices.extend(["yes", "no"])
+        assert await answer(client, start) in ("yes", "no")
+        start.structured_output.regex = "[0-9]{3}-[a-z]{2}"
+        assert re.fullmatch("[0-9]{3}-[a-z]{2}", await answer(client, start))
+        start.structured_output.regex = "("
+        with pytest.raises(GenerationError) as error:
+            await answer(client, start)
+        assert (error.value.code, error.value.reason) == (grpc.StatusCode.INVALID_ARGUMENT, "GRAMMAR_INVALID")
 
 
 async def test_bad_requests_are_refused_by_name_and_leave_the_engine_well(server: Process) -> None:

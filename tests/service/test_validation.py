@@ -10,10 +10,10 @@ import pytest
 from google.protobuf.duration_pb2 import Duration
 from google.rpc import error_details_pb2
 
-from engine import SamplingParameters
+from engine import FailureKind, Grammar, GrammarKind, SamplingParameters
 from octavo.v1 import generation_pb2 as pb
 from tests.service.calls import refusal, rich_status, run_bidi, run_stream, start, start_message
-from tests.service.fake_engine import FakeEngineClient
+from tests.service.fake_engine import FakeEngineClient, Script
 from tests.service.server import Running, running
 
 VOCABULARY = 300
@@ -33,6 +33,10 @@ def output(**fields: Any) -> dict[str, Any]:
 
 def scheduling(**fields: Any) -> dict[str, Any]:
     return {"scheduling": pb.Scheduling(**fields)}
+
+
+def structured(**fields: Any) -> dict[str, Any]:
+    return {"structured_output": pb.StructuredOutput(**fields)}
 
 
 def chat(**fields: Any) -> dict[str, Any]:
@@ -87,6 +91,12 @@ INVALID: list[tuple[str, dict[str, Any]]] = [
     ("start.stop.sequences[1]", stop(sequences=["a", ""])),
     ("start.stop.sequences[0]", stop(sequences=["a" * 1025])),
     ("start.stop.sequences", stop(sequences=["a"] * 17)),
+    ("start.structured_output", structured()),
+    ("start.structured_output.regex", structured(regex="")),
+    ("start.structured_output.ebnf", structured(ebnf="a" * 262145)),
+    ("start.structured_output.choices", structured(choices=pb.Choices())),
+    ("start.stop.ignore_eos", structured(regex="a*") | stop(ignore_eos=True)),
+    ("start.stop.min_tokens", structured(regex="a*") | stop(min_tokens=2)),
     ("start.output.top_logprobs", output(top_logprobs=21)),
     ("start.output.coalesce", output(coalesce=Duration(seconds=11))),
     ("start.output.coalesce", output(coalesce=Duration(nanos=-1))),
@@ -99,8 +109,6 @@ INVALID: list[tuple[str, dict[str, Any]]] = [
 ]
 
 UNSUPPORTED: list[tuple[str, dict[str, Any]]] = [
-    ("start.structured_output", {"structured_output": pb.StructuredOutput(regex="a*")}),
-    ("start.structured_output", {"structured_output": pb.StructuredOutput()}),
     ("start.output.prompt_top_logprobs", output(prompt_top_logprobs=0)),
 ]
 
@@ -159,6 +167,28 @@ async def test_values_at_the_ends_are_served(served: Running, fields: dict[str, 
     await run_stream(served, start(max_tokens=1, **sampling(**fields)))
     ((name, value),) = fields.items()
     assert getattr(served.engine.submitted[0].sampling, name) == pytest.approx(value, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("fields", "kind", "text"),
+    [
+        ({"json_schema": '{"type": "object"}'}, GrammarKind.JSON_SCHEMA, '{"type": "object"}'),
+        ({"json_object": pb.JsonObject()}, GrammarKind.JSON_OBJECT, ""),
+        ({"regex": "a*"}, GrammarKind.REGEX, "a*"),
+        ({"ebnf": 'root ::= "a"'}, GrammarKind.EBNF, 'root ::= "a"'),
+        ({"choices": pb.Choices(choices=["yes", "no"])}, GrammarKind.CHOICES, '["yes", "no"]'),
+    ],
+)
+async def test_grammars_reach_the_engine(served: Running, fields: dict[str, Any], kind: GrammarKind, text: str) -> None:
+    await run_stream(served, start(max_tokens=1, **structured(**fields)))
+    assert served.engine.submitted[0].grammar == Grammar(kind, text)
+
+
+async def test_grammar_that_does_not_compile(served: Running) -> None:
+    served.engine.plan = lambda _: Script(fail_after=0, fail_kind=FailureKind.GRAMMAR_INVALID)
+    status = await refusal(served, start(**structured(regex="(")))
+    assert (status.code, status.reason) == (grpc.StatusCode.INVALID_ARGUMENT, "GRAMMAR_INVALID")
+    assert status.fields == ["start.structured_output"]
 
 
 async def test_absent_parameters_are_neutral(served: Running) -> None:

@@ -653,6 +653,8 @@ Global___OutputOptions: _TypeAlias = OutputOptions  # noqa: Y015
 
 @_typing.final
 class StructuredOutput(_message.Message):
+    """What the output must follow; the output ends where it is complete. At most 256 KiB of text."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     JSON_SCHEMA_FIELD_NUMBER: _builtins.int
@@ -662,9 +664,13 @@ class StructuredOutput(_message.Message):
     CHOICES_FIELD_NUMBER: _builtins.int
     json_schema: _builtins.str
     regex: _builtins.str
+    """The whole output matches it. No look-around."""
     ebnf: _builtins.str
+    """Lark or GBNF."""
     @_builtins.property
-    def json_object(self) -> Global___JsonObject: ...
+    def json_object(self) -> Global___JsonObject:
+        """Any JSON object."""
+
     @_builtins.property
     def choices(self) -> Global___Choices: ...
     def __init__(
@@ -703,6 +709,8 @@ Global___JsonObject: _TypeAlias = JsonObject  # noqa: Y015
 
 @_typing.final
 class Choices(_message.Message):
+    """The output is one of these."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     CHOICES_FIELD_NUMBER: _builtins.int
