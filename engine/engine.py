@@ -39,6 +39,7 @@ from engine.types import (
     FailureKind,
     GenerationRequest,
     Grammar,
+    PromptScored,
     RequestFailed,
     RequestFinished,
     StepFrame,
@@ -69,6 +70,7 @@ class GenerationResult:
     request_id: str
     candidates: list[GeneratedCandidate]
     usage: Usage = field(default_factory=Usage)
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)  # from the prompt's second token on
     failure: RequestFailed | None = None
 
     @property
@@ -318,6 +320,8 @@ def _collect(result: GenerationResult, event: Event) -> None:
             candidate.token_ids += event.token_ids
             candidate.logprobs += event.logprobs
             candidate.finish = event.finish
+        case PromptScored():
+            result.prompt_logprobs += event.logprobs
         case RequestFinished():
             result.usage = event.usage
         case RequestFailed():

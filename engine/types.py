@@ -133,6 +133,14 @@ class Admitted(msgspec.Struct, frozen=True, tag="admitted"):
     queue_position: int
 
 
+class PromptScored(msgspec.Struct, frozen=True, tag="prompt"):
+    """Log probabilities of the next tokens of the prompt, the first of which has none: from the second on, in order, in
+    as many events as it takes, all before the request's first TokensGenerated."""
+
+    request_id: str
+    logprobs: list[TokenLogprob]
+
+
 class TokensGenerated(msgspec.Struct, frozen=True, tag="tokens"):
     """Tokens of one candidate from one step. `finish` is set in the candidate's last event."""
 
@@ -178,7 +186,7 @@ class RequestFailed(msgspec.Struct, frozen=True, tag="failed"):
     details: dict[str, str] = {}
 
 
-Event = Admitted | TokensGenerated | RequestFinished | RequestFailed
+Event = Admitted | PromptScored | TokensGenerated | RequestFinished | RequestFailed
 
 
 class EngineInfo(msgspec.Struct, frozen=True):

@@ -134,6 +134,10 @@ class Decoder:
             return normed
         return torch.index_select(normed, 0, batch.logits_rows, out=buffers.scored[:wanted])
 
+    def hidden(self, begin: int, end: int) -> Tensor:
+        """Final hidden states [end - begin, hidden] of tokens of the last `forward`, scored or not."""
+        return self._buffers.normed[begin:end]
+
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
         """fp32 [n, vocab_size] of hidden states [n, hidden]."""

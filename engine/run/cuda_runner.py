@@ -19,10 +19,12 @@ from engine.run.block_moves import BlockMover
 from engine.run.inputs import HOST_TOKEN, Int32Array, StepArrays, decode_arrays, prefill_arrays
 from engine.run.kv_pool import allocate_pool
 from engine.run.logits import redraw
+from engine.run.prompt_scores import score_prompts
 from engine.run.runner import DeviceBatch, FinishedStep, upload
 from engine.run.sampler import LogprobTensors, logprobs_of, outcome_of, sample_into, sampling_arrays
 from engine.run.staging import DeviceStaging
-from engine.schedule.plan import ScheduledSequence, StepOutcome, StepPlan
+from engine.schedule.plan import StepOutcome, StepPlan
+from engine.types import TokenLogprob
 
 Tensor = torch.Tensor
 
@@ -50,14 +52,21 @@ class CapturedDecode:
 class DeviceStep:
     """A launched step: its tokens arrive in pinned memory when `done` has passed."""
 
-    def __init__(self, tokens: Int32Array, done: torch.cuda.Event, logprobs: LogprobTensors | None) -> None:
+    def __init__(
+        self,
+        tokens: Int32Array,
+        done: torch.cuda.Event,
+        logprobs: LogprobTensors | None,
+        prompt_logprobs: dict[int, list[TokenLogprob]],
+    ) -> None:
         self._tokens = tokens
         self._done = done
         self._logprobs = logprobs
+        self._prompt_logprobs = prompt_logprobs
 
     def wait(self) -> StepOutcome:
         self._done.synchronize()
-        return outcome_of(self._tokens.tolist(), self._logprobs)
+        return outcome_of(self._tokens.tolist(), self._logprobs, self._prompt_logprobs)
 
 
 class CudaRunner:
@@ -144,10 +153,13 @@ class CudaRunner:
             logits = self._run(self._upload(prefill_arrays(plan, self._tables)))
         sampling = plan.sampling
         if not sampling:
-            return FinishedStep(StepOutcome([], []))
+            return FinishedStep(StepOutcome([], [], prompt_logprobs=self._scores(plan)))
         logits = logits[: len(sampling)]
         redraw(self._tokens, logits, plan, newest=self._newest, workspace=self._sample_workspace)
-        return self._send_back(logits, sampling)
+        return self._send_back(logits, plan)
+
+    def _scores(self, plan: StepPlan) -> dict[int, list[TokenLogprob]]:
+        return score_prompts(self._decoder, plan, self._vocab_size) if plan.scored else {}
 
     def _upload(self, arrays: StepArrays) -> DeviceBatch:
         return upload(arrays, self._staging, self._kv_pool, self._workspace, self._newest)
@@ -168,15 +180,15 @@ class CudaRunner:
             )
         return logits
 
-    def _send_back(self, logits: Tensor, sampling: list[ScheduledSequence]) -> DeviceStep:
-        count = len(sampling)
+    def _send_back(self, logits: Tensor, plan: StepPlan) -> DeviceStep:
+        count = len(plan.sampling)
         result = self._results[self._turn][:count]
         self._turn = (self._turn + 1) % _RESULTS
-        logprobs = logprobs_of(logits, self._tokens[:count], sampling)
+        logprobs = logprobs_of(logits, self._tokens[:count], plan.sampling)
         result.copy_(self._tokens[:count], non_blocking=True)
         done = torch.cuda.Event()  # type: ignore[no-untyped-call]
         done.record()
-        return DeviceStep(result.numpy(), done, logprobs)
+        return DeviceStep(result.numpy(), done, logprobs, self._scores(plan))
 
 
 def profile_largest_step(decoder: Decoder, block_size: int) -> None:

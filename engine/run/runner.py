@@ -12,9 +12,11 @@ from engine.model.decoder import Decoder
 from engine.run.block_moves import BlockMover
 from engine.run.inputs import StepArrays, prefill_arrays
 from engine.run.logits import redraw
+from engine.run.prompt_scores import score_prompts
 from engine.run.sampler import SamplingTensors, logprobs_of, outcome_of, sample_into
 from engine.run.staging import Array, DeviceStaging, HostStaging
 from engine.schedule.plan import StepOutcome, StepPlan
+from engine.types import TokenLogprob
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,12 +53,16 @@ class EagerRunner:
         sampling = plan.sampling
         if not sampling:
             self._decoder.forward(step.batch)
-            return FinishedStep(StepOutcome([], []))
+            return FinishedStep(StepOutcome([], [], prompt_logprobs=self._scores(plan)))
         logits = self._decoder.scores(step.batch)[:, : self._vocab_size]
         tokens = torch.empty(len(sampling), dtype=torch.int32)
         sample_into(tokens, logits, step.sampling)
         redraw(tokens, logits, plan)
-        return FinishedStep(outcome_of(tokens.tolist(), logprobs_of(logits, tokens, sampling)))
+        logprobs = logprobs_of(logits, tokens, sampling)
+        return FinishedStep(outcome_of(tokens.tolist(), logprobs, self._scores(plan)))
+
+    def _scores(self, plan: StepPlan) -> dict[int, list[TokenLogprob]]:
+        return score_prompts(self._decoder, plan, self._vocab_size) if plan.scored else {}
 
 
 @dataclass(frozen=True, slots=True)

@@ -147,8 +147,13 @@ def logprobs_of(logits: Tensor, tokens: Tensor, entries: Sequence[ScheduledSeque
     return LogprobTensors(chosen[:, 0], (values > chosen).sum(dim=1) + 1, top.indices, top.values, wanted)
 
 
-def outcome_of(tokens: list[int], logprobs: LogprobTensors | None) -> StepOutcome:
+def outcome_of(
+    tokens: list[int],
+    logprobs: LogprobTensors | None,
+    prompt_logprobs: dict[int, list[TokenLogprob]] | None = None,
+) -> StepOutcome:
     """What the tokens of a step mean: NOT_FINITE and NO_TOKEN fail their requests."""
     failures = {row: _NO_TOKEN_MEANS[token] for row, token in enumerate(tokens) if token < 0}
     refused = frozenset(row for row in failures if tokens[row] == NO_TOKEN)
-    return StepOutcome(tokens, [] if logprobs is None else logprobs.read(tokens), failures, refused)
+    found = [] if logprobs is None else logprobs.read(tokens)
+    return StepOutcome(tokens, found, failures, refused, prompt_logprobs or {})

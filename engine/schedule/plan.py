@@ -42,13 +42,15 @@ class BlockMoves:
 class StepPlan:
     """`scheduled` lists decodes (count 1) before prefill chunks, so a decode-only step is a plain batch; `sampling` are
     those that sample. Both may be empty where a step only moves blocks. `edited`: indices in `sampling` of those whose
-    requests change their logits before the draw."""
+    requests change their logits before the draw. `scored`: indices in `scheduled` of those that want the log
+    probabilities of prompt tokens behind theirs."""
 
     step: int
     scheduled: list[ScheduledSequence]
     sampling: list[ScheduledSequence]
     moves: BlockMoves = field(default_factory=BlockMoves)
     edited: list[int] = field(default_factory=list)
+    scored: list[int] = field(default_factory=list)
 
     @property
     def num_tokens(self) -> int:
@@ -58,9 +60,11 @@ class StepPlan:
 @dataclass(frozen=True, slots=True)
 class StepOutcome:
     """One token for each of the plan's `sampling`, in order; as many log probabilities, or none at all. `failures` maps
-    an index to why it has no token; `refused` are those of them whose own requests are to blame."""
+    an index to why it has no token; `refused` are those of them whose own requests are to blame.
+    `prompt_logprobs`: by index in `scheduled`, of the prompt's tokens from the second of the entry's own on."""
 
     token_ids: list[int]
     logprobs: list[TokenLogprob | None] = field(default_factory=list)
     failures: dict[int, str] = field(default_factory=dict)
     refused: frozenset[int] = frozenset()
+    prompt_logprobs: dict[int, list[TokenLogprob]] = field(default_factory=dict)

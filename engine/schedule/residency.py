@@ -121,8 +121,11 @@ class Residency:
         return slot
 
     def _shared(self, sequence: Sequence) -> _Shared:
-        """A running sibling's prompt, or the prefix cache. The last token is always run: its logits are needed."""
+        """A running sibling's prompt, or the prefix cache. The last token is always run: its logits are needed. So is
+        a whole prompt whose log probabilities are wanted."""
         size = self.tables.block_size
+        if sequence.candidate == 0 and sequence.group.scores_prompt:
+            return _Shared([], 0, self._cached(sequence, 0)[1])
         sibling = self._sibling(sequence)
         if sibling is None:
             blocks, chain = self._cached(sequence, sequence.num_tokens)

@@ -25,6 +25,7 @@ from engine.types import (
     FailureKind,
     FinishReason,
     GenerationRequest,
+    PromptScored,
     RequestFailed,
     RequestFinished,
     Timing,
@@ -86,6 +87,7 @@ class Scheduler:
         self._policy: Policy = policy or PriorityWithAgeing()
         self._groups: dict[str, RequestGroup] = {}
         self._editing: set[str] = set()  # those of the groups that change logits before a draw
+        self._scoring: set[str] = set()  # those that want log probabilities of their prompts
         self._waiting: list[Sequence] = []
         self._running: list[Sequence] = []
         self._events: list[Event] = []
@@ -119,6 +121,8 @@ class Scheduler:
         self._groups[request.request_id] = group
         if group.edited_tokens:
             self._editing.add(request.request_id)
+        if group.scores_prompt:
+            self._scoring.add(request.request_id)
         for limit in (request.deadline, request.queue_deadline):
             if limit is not None:
                 heapq.heappush(self._deadlines, (limit, group.order, request.request_id))
@@ -197,7 +201,9 @@ class Scheduler:
         self.counters.computed_tokens += len(decodes) + sum(entry.count for entry in chunks)
         scheduled = decodes + chunks
         sampling = [entry for entry in scheduled if entry.samples]
-        return StepPlan(self._steps, scheduled, sampling, moves, self._edited(sampling) if self._editing else [])
+        edited = self._edited(sampling) if self._editing else []
+        scored = self._scored(scheduled) if self._scoring else []
+        return StepPlan(self._steps, scheduled, sampling, moves, edited, scored)
 
     def commit(self, plan: StepPlan, outcome: StepOutcome, now: float) -> None:
         """Takes a step's sampled tokens into their sequences. Tokens of sequences that ended meanwhile are dropped.
@@ -205,6 +211,8 @@ class Scheduler:
         A loop over every sequence of every step: what most tokens do not need is behind `_settle`."""
         size, events, failures, logprobs = self.tables.block_size, self._events, outcome.failures, outcome.logprobs
         finished, generated = Phase.FINISHED, 0
+        for index, scores in outcome.prompt_logprobs.items():
+            self._take_scores(plan.scheduled[index], scores)
         for index, (entry, token) in enumerate(zip(plan.sampling, outcome.token_ids, strict=True)):
             sequence = entry.sequence
             sequence.num_pending -= 1
@@ -264,6 +272,25 @@ class Scheduler:
             for row, entry in enumerate(sampling)
             if entry.start + entry.count - entry.sequence.num_prompt < entry.sequence.group.edited_tokens
         ]
+
+    def _scored(self, scheduled: list[ScheduledSequence]) -> list[int]:
+        return [
+            index
+            for index, entry in enumerate(scheduled)
+            if entry.sequence.candidate == 0
+            and entry.start + 1 < entry.sequence.num_prompt
+            and entry.sequence.group.scores_prompt
+        ]
+
+    def _take_scores(self, entry: ScheduledSequence, scores: list[TokenLogprob]) -> None:
+        """A preempted prompt is computed again: what is known of it is not told twice."""
+        group = entry.sequence.group
+        new = scores[group.scored_tokens - entry.start - 1 :]
+        if new and entry.sequence.phase is not Phase.FINISHED:
+            group.scored_tokens += len(new)
+            self._events.append(PromptScored(group.request_id, new))
+            if not group.scores_prompt:
+                self._scoring.discard(group.request_id)
 
     # -- admission -----------------------------------------------------------------------------------------------------
 
@@ -495,3 +522,4 @@ class Scheduler:
     def _forget(self, group: RequestGroup) -> None:
         del self._groups[group.request_id]
         self._editing.discard(group.request_id)
+        self._scoring.discard(group.request_id)

@@ -94,11 +94,18 @@ class RequestGroup:
     ending_ids: frozenset[int] = frozenset()  # both
     cached_prompt_tokens: int = 0
     edited_tokens: int = 0  # so many first tokens of the output are drawn from logits that the request changes
+    scored_tokens: int = 1  # of the prompt, those with a log probability; the first has none
     follows_tokens: bool = False  # how they change depends on the tokens so far, so a step must wait for the last one's
     request_id: str = field(init=False)
 
     def __post_init__(self) -> None:
         self.request_id = self.request.request_id
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether log probabilities of the prompt are wanted and not all there. The first candidate computes them."""
+        request = self.request
+        return request.prompt_top_logprobs is not None and self.scored_tokens < len(request.prompt_token_ids)
 
     @property
     def done(self) -> bool:

@@ -177,6 +177,19 @@ def test_edited_draws_equal_the_cpus_beside_plain_ones(tiny: Path) -> None:
     shared.scheduler.check_idle()
 
 
+def test_prompt_log_probabilities_are_the_cpus_in_any_chunks(tiny: Path) -> None:
+    """In fp16 against fp32, so most of them must be near, and one chunk against many likewise."""
+    prompt = [3 + 7 * index % 490 for index in range(100)]
+    item = GenerationRequest("a", prompt, GREEDY, StopCriteria(max_tokens=4, ignore_eos=True), prompt_top_logprobs=2)
+    beside = requests(6, 5)
+    cpu = engine(tiny, Device.CPU).generate([item])[0].prompt_logprobs
+    for budget in (16, 256):
+        gpu = engine(tiny, dtype="float16", max_num_batched_tokens=budget).generate([item, *beside])[0].prompt_logprobs
+        assert [score.token_id for score in gpu] == prompt[1:]
+        near = sum(abs(a.logprob - b.logprob) < 0.1 for a, b in zip(cpu, gpu, strict=True))
+        assert near >= 80, near
+
+
 def test_no_device_allocation_after_the_start(tiny: Path) -> None:
     shared = engine(tiny, max_num_batched_tokens=256)
     shared.generate(requests(4, 7))
