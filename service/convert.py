@@ -34,7 +34,6 @@ from service.status import (
     prompt_too_long,
     status_message,
     unknown_model,
-    unsupported,
     usage_message,
 )
 
@@ -43,6 +42,7 @@ Events = RepeatedCompositeFieldContainer[generation_pb2.GenerationEvent]
 MAX_REQUEST_ID_BYTES = 256
 MAX_CANDIDATES = 16
 MAX_TOP_LOGPROBS = 20
+MAX_PROMPT_SCORES = 1 << 17  # some 3 MB: a unary response stays below what gRPC clients accept
 MAX_STOP_SEQUENCES = 16
 MAX_STOP_SEQUENCE_BYTES = 1024
 MAX_STOP_TOKEN_IDS = 64
@@ -238,12 +238,6 @@ def _grammar_text(message: generation_pb2.StructuredOutput, name: str) -> str:
 
 def _parse_output(message: generation_pb2.OutputOptions, info: EngineInfo, *, windowed: bool) -> OutputOptions:
     path = "start.output"
-    if message.HasField("prompt_top_logprobs"):
-        raise refuse(unsupported(f"{path}.prompt_top_logprobs"))
-    top_logprobs = None
-    if message.HasField("top_logprobs"):
-        most = min(MAX_TOP_LOGPROBS, info.vocab_size)
-        top_logprobs = _count(message, "top_logprobs", 0, path, least=0, most=most)
     window = message.unacknowledged_token_window
     if window and not windowed:
         problem = "needs acknowledgements: use Generate"
@@ -251,13 +245,27 @@ def _parse_output(message: generation_pb2.OutputOptions, info: EngineInfo, *, wi
     return OutputOptions(
         text=_or(message, "text", True),
         token_ids=message.token_ids,
-        top_logprobs=top_logprobs,
+        top_logprobs=_parse_top_logprobs(message, "top_logprobs", info),
+        prompt_top_logprobs=_parse_top_logprobs(message, "prompt_top_logprobs", info),
         echo_prompt_token_ids=message.echo_prompt_token_ids,
         skip_special_tokens=_or(message, "skip_special_tokens", True),
         coalesce=_parse_coalesce(message, path),
         usage_in_deltas=message.usage_in_deltas,
         window=window,
     )
+
+
+def _parse_top_logprobs(message: generation_pb2.OutputOptions, name: str, info: EngineInfo) -> int | None:
+    if not message.HasField(name):  # type: ignore[arg-type]
+        return None
+    return _count(message, name, 0, "start.output", least=0, most=min(MAX_TOP_LOGPROBS, info.vocab_size))
+
+
+def check_prompt_scores(tokens: int, top: int | None) -> None:
+    """Raises RequestRefusedError where a prompt's log probabilities are more than its client could be sent."""
+    if top is not None and tokens * (1 + top) > MAX_PROMPT_SCORES:
+        problem = f"is {top}: {tokens} prompt tokens then have more than {MAX_PROMPT_SCORES} log probabilities"
+        raise refuse(invalid("start.output.prompt_top_logprobs", problem))
 
 
 def _parse_coalesce(message: generation_pb2.OutputOptions, path: str) -> float:
@@ -433,6 +441,28 @@ def add_delta(
         fill_finish(delta.finish, finish, stop_sequence)
 
 
+def add_prompt(
+    events: Events,
+    request_id: str,
+    sequence: int,
+    first: int | None,
+    scores: Sequence[TokenLogprob],
+    tokenizer: Tokenizer,
+) -> None:
+    event = events.add(request_id=request_id, sequence=sequence)
+    fill_prompt_scores(event.prompt, first, scores, tokenizer)
+
+
+def fill_prompt_scores(
+    message: generation_pb2.PromptOutput, first: int | None, scores: Sequence[TokenLogprob], tokenizer: Tokenizer
+) -> None:
+    """first: the prompt's first token, which nothing precedes and which has no log probability."""
+    if first is not None:
+        message.logprobs.add(token_id=first, token_bytes=tokenizer.token_bytes(first))
+    for score in scores:
+        fill_logprob(message.logprobs.add(), score, tokenizer)
+
+
 def fill_logprob(message: generation_pb2.TokenLogprob, logprob: TokenLogprob, tokenizer: Tokenizer) -> None:
     message.token_id = logprob.token_id
     message.logprob = logprob.logprob
@@ -469,11 +499,15 @@ def unary_response(
     timing: Timing,
     prompt_token_ids: Sequence[int],
     tokenizer: Tokenizer,
+    prompt_scores: tuple[int, Sequence[TokenLogprob]] | None = None,
 ) -> generation_pb2.GenerateUnaryResponse:
+    """prompt_scores: the prompt's first token, and the log probabilities of the others."""
     response = generation_pb2.GenerateUnaryResponse(request_id=request_id, usage=usage_message(usage))
     fill_timing(response.timing, timing)
     if prompt_token_ids:
         response.prompt.token_ids.extend(prompt_token_ids)
+    if prompt_scores is not None:
+        fill_prompt_scores(response.prompt, *prompt_scores, tokenizer)
     for candidate in candidates:
         message = response.candidates.add(index=candidate.index, text=candidate.text, token_ids=candidate.token_ids)
         for logprob in candidate.logprobs:

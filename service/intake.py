@@ -113,6 +113,7 @@ class Intake:
     ) -> None:
         generation = output.generation
         convert.check_prompt_length(len(token_ids), self._replica.info)
+        convert.check_prompt_scores(len(token_ids), generation.output.prompt_top_logprobs)
         queue_deadline = _after(generation.arrival, generation.queue_timeout)
         self._admission.check_prompt(generation, len(token_ids), _earlier(deadline, queue_deadline))
         output.begin(token_ids)
@@ -123,6 +124,7 @@ class Intake:
                 sampling=generation.sampling,
                 stop=generation.stop,
                 top_logprobs=generation.output.top_logprobs,
+                prompt_top_logprobs=generation.output.prompt_top_logprobs,
                 grammar=generation.grammar,
                 priority=generation.priority,
                 deadline=deadline,

@@ -18,6 +18,7 @@ from engine import (
     Event,
     FinishReason,
     OutputText,
+    PromptScored,
     RequestFailed,
     RequestFinished,
     Timing,
@@ -38,6 +39,7 @@ LOGGER = logging.getLogger(__name__)
 EVENT_BYTES = 48
 TOKEN_BYTES = 4
 LOGPROB_BYTES = 24
+PROMPT_SCORES_AT_ONCE = 1 << 14  # log probabilities of the prompt in one event, alternatives included
 
 
 class Piece(msgspec.Struct, frozen=True):
@@ -178,6 +180,8 @@ class RequestOutput:
         self.done = False  # the last event was given out
         self.prompt_token_ids: list[int] = []
         self.shut_since: float | None = None  # since when a window has held output back
+        self._prompt_scores: list[TokenLogprob] = []  # from the second token on, not sent yet
+        self._prompt_begun = False
         self._tokenizer = tokenizer
         self._pending = pending
         self._timer = timer
@@ -225,6 +229,8 @@ class RequestOutput:
         match event:
             case TokensGenerated():
                 self._on_tokens(event)
+            case PromptScored():
+                self._prompt_scores += event.logprobs
             case Admitted():
                 self._admitted = event
             case RequestFinished():
@@ -359,6 +365,9 @@ class RequestOutput:
             return
         if not self._admitted_sent and (self._admitted is not None or (self.closed and not self.failure)):
             self._take_admitted(events)
+        if self.options.prompt_top_logprobs is not None and self.failure is None and self._take_prompt(events):
+            self._on_ready(self)  # a message has room for one event of these
+            return
         for candidate in self.candidates:
             if candidate.pieces:
                 self._take_candidate(candidate, events)
@@ -375,7 +384,13 @@ class RequestOutput:
             self.timing,
             self.prompt_token_ids if self.options.echo_prompt_token_ids else (),
             self._tokenizer,
+            self._all_prompt_scores(),
         )
+
+    def _all_prompt_scores(self) -> tuple[int, Sequence[TokenLogprob]] | None:
+        if self.options.prompt_top_logprobs is None or self._admitted is None:
+            return None
+        return self.prompt_token_ids[0], self._prompt_scores
 
     def _finished(self, candidate: CandidateOutput) -> convert.FinishedCandidate:
         piece, options = candidate.take(0), self.options
@@ -403,6 +418,16 @@ class RequestOutput:
             sampling=self.generation.sampling,
             prompt_token_ids=self.prompt_token_ids if self.options.echo_prompt_token_ids else (),
         )
+
+    def _take_prompt(self, events: convert.Events) -> bool:
+        """Gives out some of the prompt's log probabilities; True if more are there."""
+        first = self.prompt_token_ids[0] if self._admitted is not None and not self._prompt_begun else None
+        count = max(1, PROMPT_SCORES_AT_ONCE // (1 + (self.options.prompt_top_logprobs or 0)))
+        piece, self._prompt_scores = self._prompt_scores[:count], self._prompt_scores[count:]
+        if first is not None or piece:
+            self._prompt_begun = True
+            convert.add_prompt(events, self.request_id, self._next_sequence(), first, piece, self._tokenizer)
+        return bool(self._prompt_scores)
 
     def _take_candidate(self, candidate: CandidateOutput, events: convert.Events) -> None:
         options = self.options

@@ -41,6 +41,7 @@ class OutputOptions:
     text: bool = True
     token_ids: bool = False
     top_logprobs: int | None = None
+    prompt_top_logprobs: int | None = None
     echo_prompt_token_ids: bool = False
     skip_special_tokens: bool = True
     coalesce: float = 0.0

@@ -80,15 +80,6 @@ def malformed() -> Failure:
     return Failure(grpc.StatusCode.INVALID_ARGUMENT, "MALFORMED_MESSAGE", "the bytes are no message of this method")
 
 
-def unsupported(field_path: str, problem: str = "is not supported by this server") -> Failure:
-    return Failure(
-        grpc.StatusCode.UNIMPLEMENTED,
-        "UNSUPPORTED_PARAMETER",
-        f"{field_path}: {problem}",
-        fields=((field_path, problem),),
-    )
-
-
 def unknown_model(asked: str, served: str) -> Failure:
     return Failure(
         grpc.StatusCode.NOT_FOUND,

@@ -23,6 +23,7 @@ from engine import (
     FailureKind,
     FinishReason,
     GenerationRequest,
+    PromptScored,
     RequestFailed,
     RequestFinished,
     Timing,
@@ -82,7 +83,7 @@ class FakeRequest:
 
 
 class FakeEngineClient:
-    """step_delay: seconds between steps; a step serves every running request."""
+    """step_delay: seconds between steps; a step serves every running request. record: keeps what was asked of it."""
 
     def __init__(
         self,
@@ -96,6 +97,7 @@ class FakeEngineClient:
         first_letter: int = 97,
         state: EngineState = EngineState.READY,
         instance_id: str = "fake-1",
+        record: bool = True,
     ) -> None:
         self.step_delay = step_delay
         self.plan: Callable[[GenerationRequest], Script] = lambda _: Script()
@@ -104,6 +106,7 @@ class FakeEngineClient:
         self.stopped_candidates: list[tuple[str, int]] = []
         self.hold = False  # nothing leaves the queue
         self.stats_overrides: dict[str, float] = {}
+        self._record = record
         self._first_letter = first_letter
         self._info = EngineInfo(
             instance_id=instance_id,
@@ -165,7 +168,8 @@ class FakeEngineClient:
     def submit(self, request: GenerationRequest, sink: EventSink) -> None:
         if self._state is not EngineState.READY:
             raise EngineDiedError(f"engine is {self._state}")
-        self.submitted.append(request)
+        if self._record:
+            self.submitted.append(request)
         queued = sum(not live.running for live in self._live.values())
         if queued >= self._info.max_queued_requests:
             details = {"retry_after": "0.25"}
@@ -180,7 +184,8 @@ class FakeEngineClient:
         live = self._live.pop(request_id, None)
         if live is None:
             return False
-        self.cancelled.append(request_id)
+        if self._record:
+            self.cancelled.append(request_id)
         # Through the loop, as a real engine's answer comes.
         event = RequestFinished(request_id, live.usage, live.timing, cancelled=True)
         asyncio.get_running_loop().call_soon(live.sink, [*live.events, event])
@@ -259,6 +264,7 @@ class FakeEngineClient:
             if not live.running and not self.hold and running < self._info.max_num_seqs:
                 live.running = True
                 running += 1
+                live.events += self._prompt_scores(live.request)
 
     def _advance(self, live: FakeRequest, now: float) -> None:
         expired = self._expired(live, now)
@@ -316,6 +322,16 @@ class FakeEngineClient:
         if script.tokens is not None:
             return script.tokens[position] if position < len(script.tokens) else None
         return self._first_letter + (position + candidate) % 26
+
+    def _prompt_scores(self, request: GenerationRequest) -> list[PromptScored]:
+        """In two pieces, as from two chunks of a prefill."""
+        top = request.prompt_top_logprobs
+        if top is None:
+            return []
+        alternatives = [(token, -float(token + 1)) for token in range(top)]
+        scores = [TokenLogprob(token, -0.25, 1, alternatives) for token in request.prompt_token_ids[1:]]
+        half = len(scores) // 2
+        return [PromptScored(request.request_id, piece) for piece in (scores[:half], scores[half:]) if piece]
 
     def _logprobs(self, request: GenerationRequest, token_ids: Sequence[int]) -> list[TokenLogprob]:
         if request.top_logprobs is None:

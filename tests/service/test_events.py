@@ -9,7 +9,7 @@ import pytest
 from engine import FinishReason, SamplingParameters, StopCriteria
 from octavo.v1 import generation_pb2 as pb
 from tests.service.byte_tokenizer import IM_END, byte_tokenizer
-from tests.service.calls import run_bidi, run_stream, run_unary, start, start_message
+from tests.service.calls import refusal, run_bidi, run_stream, run_unary, start, start_message
 from tests.service.fake_engine import Script
 from tests.service.server import Running
 
@@ -138,6 +138,52 @@ async def test_logprobs_have_bytes_rank_and_alternatives(served: Running) -> Non
     assert (logprob.token_id, logprob.token_bytes, logprob.rank) == (97, b"a", 1)
     assert logprob.logprob == -0.5
     assert [(top.token_id, top.token_bytes) for top in logprob.top] == [(0, b"\0"), (1, b"\x01")]
+
+
+async def test_prompt_log_probabilities_come_in_order_before_the_first_delta(served: Running) -> None:
+    options = pb.OutputOptions(prompt_top_logprobs=2)
+    log = await run_stream(served, start("prompt", max_tokens=2, output=options))
+    assert log.kinds[0] == "admitted"
+    assert set(log.kinds[1 : log.kinds.index("delta")]) == {"prompt"}
+    assert "prompt" not in log.kinds[log.kinds.index("delta") :]
+    scores = [score for event in log.events for score in event.prompt.logprobs]
+    assert [score.token_bytes for score in scores] == [bytes([byte]) for byte in b"prompt"]
+    assert [score.HasField("logprob") for score in scores] == [False] + [True] * 5
+    assert [len(score.top) for score in scores] == [0] + [2] * 5
+    assert {score.logprob for score in scores[1:]} == {-0.25}
+    assert served.engine.submitted[0].prompt_top_logprobs == 2
+
+
+async def test_long_prompts_log_probabilities_are_split(served: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("service.output.PROMPT_SCORES_AT_ONCE", 21)
+    log = await run_stream(served, start("x" * 200, max_tokens=3, output=pb.OutputOptions(prompt_top_logprobs=2)))
+    pieces = [len(event.prompt.logprobs) for event in log.events if event.HasField("prompt")]
+    assert sum(pieces) == 200
+    assert max(pieces) <= 8
+    assert log.text() == "abc"
+
+
+async def test_a_prompt_of_one_token_has_one_that_nothing_precedes(served: Running) -> None:
+    log = await run_stream(served, start("x", max_tokens=1, output=pb.OutputOptions(prompt_top_logprobs=0)))
+    [score] = [score for event in log.events for score in event.prompt.logprobs]
+    assert (score.token_bytes, score.HasField("logprob")) == (b"x", False)
+
+
+async def test_unary_has_the_prompts_log_probabilities(served: Running) -> None:
+    request = start("prompt", max_tokens=1, output=pb.OutputOptions(prompt_top_logprobs=1))
+    response = await run_unary(served, request)
+    assert b"".join(score.token_bytes for score in response.prompt.logprobs) == b"prompt"
+    assert [len(score.top) for score in response.prompt.logprobs] == [0] + [1] * 5
+
+
+async def test_more_prompt_log_probabilities_than_a_client_can_be_sent(
+    served: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("service.convert.MAX_PROMPT_SCORES", 30)
+    request = start("x" * 11, max_tokens=1, output=pb.OutputOptions(prompt_top_logprobs=2))
+    status = await refusal(served, request)
+    assert status.fields == ["start.output.prompt_top_logprobs"]
+    assert served.engine.submitted == []
 
 
 async def test_admitted_echoes_sampling_in_effect_and_the_drawn_seed(served: Running) -> None:

@@ -1,4 +1,4 @@
-"""Every bad parameter is refused before the engine, with its field named; nothing unsupported is ignored."""
+"""Every bad parameter is refused before the engine, with its field named."""
 
 from __future__ import annotations
 
@@ -98,6 +98,7 @@ INVALID: list[tuple[str, dict[str, Any]]] = [
     ("start.stop.ignore_eos", structured(regex="a*") | stop(ignore_eos=True)),
     ("start.stop.min_tokens", structured(regex="a*") | stop(min_tokens=2)),
     ("start.output.top_logprobs", output(top_logprobs=21)),
+    ("start.output.prompt_top_logprobs", output(prompt_top_logprobs=21)),
     ("start.output.coalesce", output(coalesce=Duration(seconds=11))),
     ("start.output.coalesce", output(coalesce=Duration(nanos=-1))),
     ("start.output.unacknowledged_token_window", output(unacknowledged_token_window=4)),
@@ -106,10 +107,6 @@ INVALID: list[tuple[str, dict[str, Any]]] = [
     ("start.scheduling.timeout", scheduling(timeout=Duration(seconds=10**9))),
     ("start.scheduling.queue_timeout", scheduling(queue_timeout=Duration(nanos=-5))),
     ("start.scheduling.queue_timeout", scheduling(queue_timeout=Duration(seconds=1, nanos=2_000_000_000))),
-]
-
-UNSUPPORTED: list[tuple[str, dict[str, Any]]] = [
-    ("start.output.prompt_top_logprobs", output(prompt_top_logprobs=0)),
 ]
 
 
@@ -121,15 +118,6 @@ async def test_invalid_parameter_names_its_field(served: Running, path: str, fie
     assert status.fields == [path]
     assert path in status.message
     assert status.pushback_ms is None
-    assert served.engine.submitted == []
-
-
-@pytest.mark.parametrize(("path", "fields"), UNSUPPORTED, ids=[path for path, _ in UNSUPPORTED])
-async def test_unsupported_parameter_is_refused_and_named(served: Running, path: str, fields: dict[str, Any]) -> None:
-    status = await refusal(served, start(**fields))
-    assert status.code is grpc.StatusCode.UNIMPLEMENTED
-    assert status.reason == "UNSUPPORTED_PARAMETER"
-    assert status.fields == [path]
     assert served.engine.submitted == []
 
 
@@ -263,6 +251,6 @@ async def test_candidates_are_bounded_by_the_batch() -> None:
 
 
 async def test_after_any_refusal_a_plain_request_is_served(served: Running) -> None:
-    for _, fields in (*INVALID[:6], *UNSUPPORTED[:2]):
+    for _, fields in INVALID[:6]:
         await refusal(served, start(**fields))
     assert (await run_stream(served, start(max_tokens=3))).text() == "abc"

@@ -583,6 +583,9 @@ class OutputOptions(_message.Message):
     top_logprobs: _builtins.int
     """At most 20. Absent: no log probabilities. 0: only the sampled token's."""
     prompt_top_logprobs: _builtins.int
+    """The same of the prompt's tokens, in `prompt` events (or the unary response). At most 131072 entries for the whole
+    prompt, with 1 + prompt_top_logprobs for each token. The whole prompt is then computed, as if nothing were cached.
+    """
     echo_prompt_token_ids: _builtins.bool
     """The prompt's token ids in `Admitted`."""
     skip_special_tokens: _builtins.bool
@@ -840,6 +843,7 @@ class GenerationEvent(_message.Message):
     DELTA_FIELD_NUMBER: _builtins.int
     FINISHED_FIELD_NUMBER: _builtins.int
     FAILED_FIELD_NUMBER: _builtins.int
+    PROMPT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     sequence: _builtins.int
     """0, 1, 2, ... within a request, without gaps."""
@@ -855,6 +859,12 @@ class GenerationEvent(_message.Message):
     def failed(self) -> Global___RequestFailed:
         """Last event of a request that failed."""
 
+    @_builtins.property
+    def prompt(self) -> Global___PromptOutput:
+        """Log probabilities of the prompt's next tokens, where they were asked for: all tokens in order, in as many events
+        as it takes, before the first delta.
+        """
+
     def __init__(
         self,
         *,
@@ -864,12 +874,13 @@ class GenerationEvent(_message.Message):
         delta: Global___CandidateDelta | None = ...,
         finished: Global___RequestFinished | None = ...,
         failed: Global___RequestFailed | None = ...,
+        prompt: Global___PromptOutput | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["admitted", b"admitted", "delta", b"delta", "event", b"event", "failed", b"failed", "finished", b"finished"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["admitted", b"admitted", "delta", b"delta", "event", b"event", "failed", b"failed", "finished", b"finished", "prompt", b"prompt"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["admitted", b"admitted", "delta", b"delta", "event", b"event", "failed", b"failed", "finished", b"finished", "request_id", b"request_id", "sequence", b"sequence"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["admitted", b"admitted", "delta", b"delta", "event", b"event", "failed", b"failed", "finished", b"finished", "prompt", b"prompt", "request_id", b"request_id", "sequence", b"sequence"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["admitted", "delta", "finished", "failed"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["admitted", "delta", "finished", "failed", "prompt"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 
