@@ -24,6 +24,7 @@ def plan(request: GenerationRequest) -> Script:
 def main() -> int:
     configure_logs("info")
     engine = FakeEngineClient(
+        record=False,
         step_delay=float(os.environ.get("FAKE_STEP_DELAY", "0.001")),
         max_num_seqs=int(os.environ.get("FAKE_MAX_NUM_SEQS", "64")),
         max_queued_requests=int(os.environ.get("FAKE_MAX_QUEUED_REQUESTS", "64")),
