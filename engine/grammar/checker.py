@@ -1,7 +1,8 @@
 """Compiles grammars on trial, in a process of its own with bounded memory and processor time: some JSON schemas of a
 few lines grow exponentially, before any limit of the library holds. Run as a script by `engine.grammar.compiler`.
 
-A line of JSON in, [kind, text]; a line of JSON out: {"grammar": what llguidance takes} or {"error": one line}.
+After a first empty line, which says that it is ready: a line of JSON in, [kind, text]; a line of JSON out,
+{"grammar": what llguidance takes} or {"error": one line}.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from llguidance import LLMatcher, LLParserLimits
 from llguidance.gbnf_to_lark import any_to_lark
 
 MEMORY_BYTES = 640 << 20
-CPU_SECONDS = 10
+CPU_SECONDS = 3
 
 # One line, with a space behind a comma and a colon: a model cannot lose itself in white space.
 _JSON_LAYOUT: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
@@ -26,12 +27,16 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     limits = LLParserLimits(verbose_errors=False)
+    _say("")
     for line in sys.stdin.buffer:
         _grant_time()
         kind, text = json.loads(line)
-        answer = _answer(kind, text, limits)
-        sys.stdout.write(json.dumps(answer) + "\n")
-        sys.stdout.flush()
+        _say(json.dumps(_answer(kind, text, limits)))
+
+
+def _say(line: str) -> None:
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
 
 
 def _grant_time() -> None:

@@ -4,6 +4,7 @@ parts, after a trial in a process whose memory and time are bounded."""
 from __future__ import annotations
 
 import json
+import os
 import queue
 import select
 import subprocess
@@ -23,7 +24,8 @@ from engine.grammar.constraint import GrammarConstraint
 from engine.text.tokenizer import Tokenizer
 from engine.types import Grammar
 
-TRIAL_SECONDS = 3.0
+TRIAL_SECONDS = 10.0  # by the clock; its processor time is less
+_START_SECONDS = 60.0
 MAX_TEXT_BYTES = 1 << 18
 _CACHED = 128
 
@@ -34,9 +36,12 @@ class GrammarError(EngineError):
     """A grammar that does not compile, or not within the limits; the message is one line."""
 
 
+class GrammarLimitError(GrammarError):
+    """Too much time or memory. Not remembered: on a busy machine the clock may have been to blame."""
+
+
 class GrammarCompiler:
-    """Starts nothing before the first grammar comes. Results, refusals too, are kept for the next request with the same
-    grammar."""
+    """Starts nothing before the first grammar comes. Results, refusals too, are remembered."""
 
     def __init__(self, load_tokenizer: Callable[[], Tokenizer], eos_token_ids: Collection[int]) -> None:
         """load_tokenizer: called once, on the compiler's thread; if it fails, every grammar is refused."""
@@ -85,6 +90,8 @@ class GrammarCompiler:
         if found is None:
             try:
                 found = self._compile(*key)
+            except GrammarLimitError:
+                raise
             except GrammarError as error:
                 found = str(error)
         self._known[key] = found
@@ -142,12 +149,13 @@ class Trial:
     def run(self, kind: str, text: str) -> str:
         """What llguidance takes for the grammar. Raises GrammarError."""
         process = self._process or self._start()
-        answer = self._ask(process, json.dumps([kind, text]).encode() + b"\n")
-        if answer is None:
+        line = self._ask(process, json.dumps([kind, text]).encode() + b"\n")
+        if line is None:
             self.close()
-            raise GrammarError(
-                f"the grammar needs more than {TRIAL_SECONDS:g} s or {checker.MEMORY_BYTES >> 20} MiB to compile"
+            raise GrammarLimitError(
+                f"the grammar needs more than {checker.CPU_SECONDS} s or {checker.MEMORY_BYTES >> 20} MiB to compile"
             )
+        answer: dict[str, str] = json.loads(line)
         if "error" in answer:
             raise GrammarError(answer["error"])
         return answer["grammar"]
@@ -159,28 +167,41 @@ class Trial:
             process.communicate()
 
     def _start(self) -> subprocess.Popen[bytes]:
-        # -P: the script's folder is no place to import from.
+        # -P: the script's folder is no place to import from. A session of its own: Ctrl-C is not for it; it ends with
+        # its standard input.
         command = [sys.executable, "-P", str(Path(checker.__file__))]
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+        process = self._process = subprocess.Popen(
+            command,
+            bufsize=0,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
         )
-        return self._process
+        if _read_line(process, _START_SECONDS) is None:
+            self.close()
+            raise GrammarLimitError("the process that tries grammars did not start")
+        return process
 
-    def _ask(self, process: subprocess.Popen[bytes], question: bytes) -> dict[str, str] | None:
-        """None if the process died or did not answer in time."""
+    def _ask(self, process: subprocess.Popen[bytes], question: bytes) -> bytes | None:
         assert process.stdin is not None
-        assert process.stdout is not None
-        deadline, answer = time.monotonic() + TRIAL_SECONDS, b""
         try:
-            process.stdin.write(question)
-            process.stdin.flush()
+            rest = memoryview(question)
+            while rest:
+                rest = rest[process.stdin.write(rest) :]
         except OSError:
             return None
-        while not answer.endswith(b"\n"):
-            ready, _, _ = select.select([process.stdout], [], [], max(0.0, deadline - time.monotonic()))
-            piece = process.stdout.read1() if ready else b""  # type: ignore[attr-defined]
-            if not piece:
-                return None
-            answer += piece
-        result: dict[str, str] = json.loads(answer)
-        return result
+        return _read_line(process, TRIAL_SECONDS)
+
+
+def _read_line(process: subprocess.Popen[bytes], seconds: float) -> bytes | None:
+    """None if the process ended or said nothing for so long."""
+    assert process.stdout is not None
+    deadline, line = time.monotonic() + seconds, b""
+    while not line.endswith(b"\n"):
+        ready, _, _ = select.select([process.stdout], [], [], max(0.0, deadline - time.monotonic()))
+        piece = os.read(process.stdout.fileno(), 1 << 16) if ready else b""
+        if not piece:
+            return None
+        line += piece
+    return line
