@@ -14,8 +14,8 @@ void launch_instance(const LinearCall<Weights, Activations>& call) {
   allow_shared_memory(reinterpret_cast<const void*>(kernel), plan.shared_bytes);
   const int warps = plan.consumer_warps() + Weights::kWarps + Activations::kWarps;
   launch_kernel("decode_linear", kernel,
-                {dim3(plan.grid), dim3(32 * warps), static_cast<size_t>(plan.shared_bytes), plan.cluster()}, call.launch,
-                call.weight, call.x, call.args);
+                {dim3(plan.grid), dim3(32 * warps), static_cast<size_t>(plan.shared_bytes), plan.cluster()},
+                call.launch, call.weight, call.x, call.args);
 }
 
 template <class T, int kColumnTiles, class Weights, class Activations>

@@ -1,9 +1,9 @@
-// Decode matmul, out[n][row] = sum_k weight[row][k] x[n][k] for few n: bound by reading the weights once.
+// Decode matmul, out[n][row] = sum_k weight[row][k] x[n][k] for few n. Floor: the weights read once.
 //
-// One thread block per multiprocessor. Two producer warps fill the ring of decode_linear_ring.cuh: one with weights,
-// which depend on no other kernel and so are on their way before the previous kernel has ended, one with activations.
-// Consumer warps multiply with mma.sync (weights are the 16-row operand) and meet in shared memory; where a cluster
-// shares a tile, its blocks then send each other the rows each of them finishes.
+// One thread block per multiprocessor. Producer warps fill the ring of decode_linear_ring.cuh: some with weights, which
+// depend on no other kernel and so are on their way before the previous kernel has ended, some with activations.
+// Consumer warps multiply with mma.sync or wgmma (weights are the operand of many rows) and meet in shared memory;
+// where a cluster shares a tile, its blocks then send each other the rows that each of them finishes.
 #pragma once
 
 #include "gpu/decode_linear_ring.cuh"
@@ -39,9 +39,7 @@ inline constexpr float kScale = 1.0f;
 template <>
 inline constexpr float kScale<__half> = 1.0f / 16.0f;
 
-__device__ __forceinline__ float4 operator+(float4 a, float4 b) {
-  return {a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w};
-}
+__device__ __forceinline__ float4 operator+(float4 a, float4 b) { return {a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w}; }
 
 // Partial sums in shared memory, [count][column][row], added in order.
 struct Partials {
@@ -73,6 +71,25 @@ __device__ __forceinline__ void store_fragments(const float (&sums)[kColumnTiles
     for (int i = 0; i < 4; ++i) {
       const int row = first_row + lane / 4 + i / 2 * 8;
       if (row < rows) to[(n * 8 + lane % 4 * 2 + i % 2) * stride + row] = sums[n][i];
+    }
+  }
+}
+
+// Calls store(row, column, sum of that row, of the next) for the lane's part of each fragment: neighbouring lanes swap,
+// so that each has two rows of one column.
+template <int kColumnTiles, class Store>
+__device__ __forceinline__ void visit_row_pairs(const float (&sums)[kColumnTiles][4], int first_row,
+                                                const Store& store) {
+  const int lane = threadIdx.x % 32;
+  const bool odd = lane / 4 % 2 != 0;
+#pragma unroll
+  for (int n = 0; n < kColumnTiles; ++n) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float left = sums[n][2 * half], right = sums[n][2 * half + 1];  // this row, two columns
+      const float other = __shfl_xor_sync(~0u, odd ? left : right, 4);
+      store(first_row + lane / 4 / 2 * 2 + half * 8, n * 8 + lane % 4 * 2 + odd, odd ? other : left,
+            odd ? right : other);
     }
   }
 }
@@ -135,15 +152,23 @@ struct WarpSums {
     }
   }
 
-  __device__ __forceinline__ void store(float* to, int stride, int first_row, int rows) {
+  // Before the sums are read.
+  __device__ __forceinline__ void join() {
+    if constexpr (kSets == 2) {
 #pragma unroll
-    for (int m = 0; m < kRowTiles; ++m) {
-      if constexpr (kSets == 2) {
-#pragma unroll
-        for (int i = 0; i < kColumnTiles * 4; ++i) (&sums[0][m][0][0])[i] += (&sums[1][m][0][0])[i];
-      }
-      store_fragments(sums[0][m], to, stride, first_row + m * 16, rows);
+      for (int i = 0; i < kRowTiles * kColumnTiles * 4; ++i) (&sums[0][0][0][0])[i] += (&sums[1][0][0][0])[i];
     }
+  }
+
+  __device__ __forceinline__ void store(float* to, int stride, int first_row, int rows) const {
+#pragma unroll
+    for (int m = 0; m < kRowTiles; ++m) store_fragments(sums[0][m], to, stride, first_row + m * 16, rows);
+  }
+
+  template <class Store>
+  __device__ __forceinline__ void visit(int first_row, const Store& store) const {
+#pragma unroll
+    for (int m = 0; m < kRowTiles; ++m) visit_row_pairs(sums[0][m], first_row + m * 16, store);
   }
 
  private:
@@ -152,8 +177,8 @@ struct WarpSums {
   }
 };
 
-// A warpgroup's sums by wgmma: 64 weight rows by kColumnTiles tiles of 8 columns, both from shared memory; each warp holds 16
-// rows. Adds in the order of WarpSums with two row tiles.
+// A warpgroup's sums by wgmma: 64 weight rows by kColumnTiles tiles of 8 columns, both from shared memory; each warp
+// holds 16 rows. Adds in the order of WarpSums with two row tiles.
 template <class T, int kColumnTiles_>
 struct WarpgroupSums {
   static constexpr int kColumnTiles = kColumnTiles_;
@@ -163,7 +188,8 @@ struct WarpgroupSums {
   uint32_t weight_line, x_line;
 
   __device__ __forceinline__ WarpgroupSums(int first_weight_line, int first_x_line)
-      : weight_line((first_weight_line - threadIdx.x / 32 % 4 * kRows) * 2 * kBlock), x_line(first_x_line * 2 * kBlock) {}
+      : weight_line((first_weight_line - threadIdx.x / 32 % 4 * kRows) * 2 * kBlock),
+        x_line(first_x_line * 2 * kBlock) {}
 
   __device__ __forceinline__ void clear() {
 #pragma unroll
@@ -185,8 +211,15 @@ struct WarpgroupSums {
   }
 #endif
 
+  __device__ __forceinline__ void join() {}
+
   __device__ __forceinline__ void store(float* to, int stride, int first_row, int rows) const {
     store_fragments(sums, to, stride, first_row, rows);
+  }
+
+  template <class Store>
+  __device__ __forceinline__ void visit(int first_row, const Store& store) const {
+    visit_row_pairs(sums, first_row, store);
   }
 };
 
@@ -215,9 +248,10 @@ struct ResidualPiece {
     const int64_t at = int64_t{column} * args.out_features + row;
     const float4 h = residual + sum;
     *reinterpret_cast<float4*>(args.residual + at) = h;
-    store_four<T>(static_cast<T*>(args.scaled) + at,
-                  {h.x * (Element<T>::low(norm_weight.x) * kScale<T>), h.y * (Element<T>::high(norm_weight.x) * kScale<T>),
-                   h.z * (Element<T>::low(norm_weight.y) * kScale<T>), h.w * (Element<T>::high(norm_weight.y) * kScale<T>)});
+    store_four<T>(
+        static_cast<T*>(args.scaled) + at,
+        {h.x * (Element<T>::low(norm_weight.x) * kScale<T>), h.y * (Element<T>::high(norm_weight.x) * kScale<T>),
+         h.z * (Element<T>::low(norm_weight.y) * kScale<T>), h.w * (Element<T>::high(norm_weight.y) * kScale<T>)});
     return (h.x * h.x + h.y * h.y) + (h.z * h.z + h.w * h.w);
   }
 };
@@ -226,10 +260,11 @@ __device__ __forceinline__ float4 operator*(float4 a, float scale) {
   return {a.x * scale, a.y * scale, a.z * scale, a.w * scale};
 }
 
-// A quad of a column behind a norm: four rows as they are, or four channels of gate and up. `own_row`: the block's first.
+// A quad of a column behind a norm: four rows as they are, or four channels of gate and up. `own_row`: the block's
+// first.
 template <class T>
-__device__ __forceinline__ void store_normed(const KernelArgs& args, int column, int quad, int own_row, float inverse_rms,
-                                             const Partials& partials) {
+__device__ __forceinline__ void store_normed(const KernelArgs& args, int column, int quad, int own_row,
+                                             float inverse_rms, const Partials& partials) {
   const bool gate_up = args.epilogue == Epilogue::kSiluMul;
   // Gate and up: 8 gate rows, then their 8 up rows, and so on.
   const int row = gate_up ? quad / 2 * 16 + quad % 2 * 4 : quad * 4;
@@ -246,6 +281,23 @@ __device__ __forceinline__ void store_normed(const KernelArgs& args, int column,
   } else {
     store_four<T>(static_cast<T*>(args.out) + at, v);
   }
+}
+
+// The sums of the only chain, behind a norm, from registers: rows of a tile beside consumers that go on with the next.
+template <class T, class Sums>
+__device__ __forceinline__ void store_direct(const KernelArgs& args, const Sums& sums, int first_row, int first_column,
+                                             int own_row, const float* inverse_rms) {
+  sums.visit(first_row, [&](int row, int column, float low, float high) {
+    column += first_column;
+    if (row >= args.plan.own_rows || own_row + row >= args.out_features || column >= args.batch) return;
+    const float scale = inverse_rms[column];
+    const int64_t at = int64_t{column} * args.out_features + own_row + row;
+    if (args.out_is_float) {
+      *reinterpret_cast<float2*>(static_cast<float*>(args.out) + at) = {low * scale, high * scale};
+    } else {
+      *reinterpret_cast<uint32_t*>(static_cast<T*>(args.out) + at) = Element<T>::pack(low * scale, high * scale);
+    }
+  });
 }
 
 // 1 / rms of a row, by four lanes a row: one trip to L2 for the whole batch, under way while activations arrive.
@@ -370,6 +422,7 @@ __device__ __forceinline__ void consume(const KernelArgs& args, const Ring& ring
       wait(ring.activations_here(read.slot), read.parity);
       rms.finish(inverse_rms, args, first + thread / rms.kLanes, thread % rms.kLanes);
     }
+    if (plan.direct) consumer_barrier(threads);  // other threads wrote some of them
   }
 #pragma unroll 1
   for (int tile = blockIdx.x >> plan.cluster_bits; tile < plan.tiles; tile += gridDim.x >> plan.cluster_bits) {
@@ -382,6 +435,11 @@ __device__ __forceinline__ void consume(const KernelArgs& args, const Ring& ring
 
     sums.clear();
     add_chain(sums, plan, ring, read);
+    sums.join();
+    if (plan.direct) {
+      store_direct<T>(args, sums, first_row, first_column, own_row, inverse_rms);
+      continue;
+    }
 
     consumer_barrier(threads);  // the reduction buffer is free: it lies in the ring, or the last tile used it
     float* const reduce = reinterpret_cast<float*>(shared + plan.reduce_offset);
@@ -455,9 +513,8 @@ template <class Activations>
 __device__ __forceinline__ void produce_activations(const Activations& x, const Plan& plan, const Ring& ring) {
   ptx::wait_for_previous_kernel();
   Activations::acquire();
-  fill(plan, ring, [&](int slot, int, int k_block) {
-    x.load(ring.activations(slot), ring.activations_here(slot), k_block);
-  });
+  fill(plan, ring,
+       [&](int slot, int, int k_block) { x.load(ring.activations(slot), ring.activations_here(slot), k_block); });
 }
 
 template <class T, class Sums, class Weights, class Activations>
@@ -483,7 +540,8 @@ __global__ void __launch_bounds__(32 * (8 * Sums::kColumnTiles <= kFewColumns ? 
       ring.init(Weights::kWarps * Weights::kLanes, Activations::kWarps * Activations::kLanes,
                 plan.stage_blocks * plan.row_warps * plan.column_warps);
 #if __CUDA_ARCH__ >= 900
-      if (plan.cluster_bits > 0) ptx::expect_bytes(ring.exchange_barrier(), plan.cluster() * args.batch * plan.own_rows * 4);
+      if (plan.cluster_bits > 0)
+        ptx::expect_bytes(ring.exchange_barrier(), plan.cluster() * args.batch * plan.own_rows * 4);
       asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 #endif
     }
@@ -500,6 +558,8 @@ __global__ void __launch_bounds__(32 * (8 * Sums::kColumnTiles <= kFewColumns ? 
     } else if (warp < plan.consumer_warps() + Weights::kWarps + Activations::kWarps) {
       if (lane < Activations::kLanes) produce_activations(Activations(x, stage), plan, ring);
     }
+  } else {
+    __trap();  // launched on a GPU that this build has no such kernel for
   }
 }
 

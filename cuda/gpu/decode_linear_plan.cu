@@ -7,7 +7,7 @@ namespace {
 
 constexpr int kSwizzleBytes = 1024;
 constexpr int kOneBlockPerMultiprocessor = 116 * 1024;  // more than half of sm_90's 227 KiB
-constexpr int kInFlightBytes = 132 * 54 * 1024;         // on the whole GPU: what H200's memory wants, and no more
+constexpr int kInFlightBytes = 132 * 76 * 1024;         // on the whole GPU: what H200's memory wants, and no more
 
 int ceil_div(int a, int b) { return (a + b - 1) / b; }
 int round_up(int a, int to) { return ceil_div(a, to) * to; }
@@ -43,7 +43,7 @@ Cut cut_add_residual(const Shape& shape, const Target& target) {
   cut.rows = own * cut.cluster;
   cut.chains = deep ? 16 : own <= 32 ? 8 : 4;
   cut.row_tiles = deep || own > 16 ? 2 : 1;
-  cut.window_bytes = kInFlightBytes * 3 / 2 / blocks;
+  cut.window_bytes = kInFlightBytes / blocks;
   return cut;
 }
 
@@ -96,8 +96,8 @@ bool make_plan(const Shape& shape, const Cut& cut, const Target& target, Plan& p
   plan.row_tiles = cut.row_tiles;
   plan.k_warps = cut.chains / cut.cluster;
   if (plan.k_warps < 1) return false;
-  const int most_warps = (plan.columns <= kFewColumns ? kMaxWarps : kMaxWarpsManyColumns) -
-                         target.producer_warps(plan.columns);
+  const int most_warps =
+      (plan.columns <= kFewColumns ? kMaxWarps : kMaxWarpsManyColumns) - target.producer_warps(plan.columns);
   plan.warpgroups = target.warpgroups && plan.columns > kFewColumns && cut.row_tiles == 2 &&
                     4 * ceil_div(cut.rows, 64) * plan.k_warps <= most_warps;
   plan.row_warps = plan.warpgroups ? 4 * ceil_div(cut.rows, 64) : ceil_div(cut.rows, 16 * cut.row_tiles);
@@ -115,7 +115,9 @@ bool make_plan(const Shape& shape, const Cut& cut, const Target& target, Plan& p
 
   // Rows of the reduction buffer lie 4 modulo 16 words apart: fragments are then written without bank conflicts.
   plan.reduce_stride = round_up(cut.rows, 16) + 4;
-  const int reduce_bytes = round_up(plan.k_warps * plan.columns * plan.reduce_stride * 4, kSwizzleBytes);
+  plan.direct = shape.epilogue == Epilogue::kStore && cut.chains == 1;
+  const int reduce_bytes =
+      plan.direct ? 0 : round_up(plan.k_warps * plan.columns * plan.reduce_stride * 4, kSwizzleBytes);
   const int exchange_bytes = cut.cluster > 1 ? cut.cluster * plan.columns * plan.own_rows * 4 : 0;
   // The last warps of a tile also multiply what lies behind it.
   const int rows_read = plan.row_warps * 16 * (plan.warpgroups ? 1 : cut.row_tiles);

@@ -8,8 +8,8 @@ namespace octavo::gpu::decode {
 
 enum class Epilogue : int { kStore, kSiluMul, kAddResidual };
 
-constexpr int kBlock = 64;         // elements of K in a k-block: a 128-byte line of each row
-constexpr int kHeaderBytes = 1024; // barriers and 1 / rms, in front of the ring
+constexpr int kBlock = 64;          // elements of K in a k-block: a 128-byte line of each row
+constexpr int kHeaderBytes = 1024;  // barriers and 1 / rms, in front of the ring
 constexpr int kMaxStages = 24;
 constexpr int kFewColumns = 16;  // up to here: smaller blocks of more registers, and activations by cp.async
 constexpr int kMaxWarps = 17;    // of a block for few columns
@@ -47,14 +47,15 @@ struct Cut {
 struct Plan {
   int columns;  // batch rounded up to 8, 16, 32 or 64
   int rows, cluster_bits, row_tiles;
-  bool warpgroups;  // row_warps come in fours of 64 rows, which multiply together
+  bool warpgroups;                       // row_warps come in fours of 64 rows, which multiply together
   int row_warps, column_warps, k_warps;  // their product are the consumer warps; k_warps: chains of this block
-  int rounds;              // k-blocks of a chain
-  int stage_blocks;        // k-blocks of a stage
+  int rounds;                            // k-blocks of a chain
+  int stage_blocks;                      // k-blocks of a stage
   int stages, window;
   int tiles, grid;
-  int own_rows;   // rows of the tile that a block of the cluster finishes
-  int quads;      // threads that finish a column's own rows, four rows (gate_up: channels) each
+  bool direct;             // one chain behind a norm: sums go to memory from registers
+  int own_rows;            // rows of the tile that a block of the cluster finishes
+  int quads;               // threads that finish a column's own rows, four rows (gate_up: channels) each
   uint32_t column_factor;  // 2^20 / quads, rounded up
   int reduce_stride, reduce_offset, exchange_offset, shared_bytes;
 

@@ -1,5 +1,6 @@
 // The pipeline of a decode matmul: a ring of shared-memory stages that producer warps fill with weights and activations
-// and consumer warps empty. Two ways to fill it, with the same layout: bulk tensor copies (sm_90 and newer) and cp.async.
+// and consumer warps empty. Two ways to fill it, with the same layout: bulk tensor copies (sm_90 and newer) and
+// cp.async.
 #pragma once
 
 #include <cuda.h>
@@ -128,10 +129,9 @@ struct StageShape {
 
 #if __CUDA_ARCH__ >= 900
 __device__ __forceinline__ void expect_stage(uint32_t barrier, uint32_t bytes) {
-  asm volatile(
-      "{\n\t.reg .b64 state;\n\tmbarrier.arrive.expect_tx.shared::cta.b64 state,[%0],%1;\n\t}" ::"r"(barrier),
-      "r"(bytes)
-      : "memory");
+  asm volatile("{\n\t.reg .b64 state;\n\tmbarrier.arrive.expect_tx.shared::cta.b64 state,[%0],%1;\n\t}" ::"r"(barrier),
+               "r"(bytes)
+               : "memory");
 }
 
 // A box of (64-element line, row, k-block) coordinates.
@@ -213,34 +213,34 @@ struct AsyncWeights {
   const Operand& weight;
   StageShape stage;
 
-  __device__ __forceinline__ AsyncWeights(const Operand& weight, const StageShape& stage)
-      : weight(weight), stage(stage) {}
+  int64_t row_bytes;
 
+  __device__ __forceinline__ AsyncWeights(const Operand& weight, const StageShape& stage)
+      : weight(weight), stage(stage), row_bytes(int64_t{2} * kBlock * weight.k_blocks) {}
+
+  // Rows go by eights, a line for every eight lanes. Gate and up: eight gate rows, then their up rows, which lie half a
+  // matrix later. Eights beyond the matrix become zeros.
   __device__ __forceinline__ void load(uint32_t to, uint32_t barrier, int row, int k_block) const {
+    static_assert(4 * kWarps == 8);
     const int lane = threadIdx.x % (32 * kWarps);
     const LineCopier copier{to, lane % 8};
-    const int64_t row_bytes = int64_t{2} * kBlock * weight.k_blocks;
+    const int eights = stage.rows / 8, eights_left = (weight.rows - row) / 8;
+    const int64_t half_bytes = weight.rows / 2 * row_bytes;
+    const int64_t to_odd = stage.gate_up ? half_bytes : 8 * row_bytes;
+    const int64_t to_even = stage.gate_up ? 8 * row_bytes - half_bytes : 8 * row_bytes;
     for (int block = 0; block < stage.blocks; ++block) {
-      const bool inside = k_block + block < weight.k_blocks;
-      const char* column = weight.data + (k_block + block) * 2 * kBlock + copier.piece * 16;
+      const int copied = k_block + block < weight.k_blocks ? min(eights, eights_left) : 0;
+      const char* from = weight.data + ((stage.gate_up ? row / 2 : row) + lane / 8) * row_bytes +
+                         (k_block + block) * 2 * kBlock + copier.piece * 16;
+      int line = block * stage.rows + lane / 8;
 #pragma unroll 4
-      for (int line = lane / 8; line < stage.rows; line += 4 * kWarps) {
-        const int from = row_of(row + line);
-        const bool valid = inside && from >= 0;
-        copier.copy(block * stage.rows + line, valid ? column + from * row_bytes : weight.data, valid);
+      for (int eight = 0; eight < eights; ++eight) {
+        copier.copy(line, eight < copied ? from : weight.data, eight < copied);
+        from += eight % 2 == 0 ? to_odd : to_even;
+        line += 8;
       }
     }
     LineCopier::arrive_when_copied(barrier);
-  }
-
- private:
-  // The matrix row behind a tile row, -1 if there is none. Gate and up: tiles of 16 rows, 8 of gate, then their 8 of
-  // up, which start half a matrix later.
-  __device__ __forceinline__ int row_of(int tile_row) const {
-    if (!stage.gate_up) return tile_row < weight.rows ? tile_row : -1;
-    const int channels = weight.rows / 2;
-    const int channel = tile_row / 16 * 8 + tile_row % 8;
-    return channel < channels ? channel + (tile_row & 8 ? channels : 0) : -1;
   }
 };
 

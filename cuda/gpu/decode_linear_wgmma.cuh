@@ -22,20 +22,20 @@ __device__ __forceinline__ uint64_t operand(uint32_t address) {
 #define OCTAVO_SUMS_OF_64 OCTAVO_SUMS_OF_32, OCTAVO_SUMS(4), OCTAVO_SUMS(5), OCTAVO_SUMS(6), OCTAVO_SUMS(7)
 
 // sums += a b, asynchronously. A lane's four sums of a tile of 8 columns are those of mma.m16n8k16.
-#define OCTAVO_WGMMA_32(type)                                                             \
-  asm volatile(                                                                           \
-      "{.reg .pred add;\n\tsetp.eq.b32 add,0,0;\n\t"                                      \
-      "wgmma.mma_async.sync.aligned.m64n32k16.f32." type "." type                         \
-      " {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15},%16,%17,add,1,1,0,0;}"    \
-      : OCTAVO_SUMS_OF_32                                                                 \
+#define OCTAVO_WGMMA_32(type)                                                          \
+  asm volatile(                                                                        \
+      "{.reg .pred add;\n\tsetp.eq.b32 add,0,0;\n\t"                                   \
+      "wgmma.mma_async.sync.aligned.m64n32k16.f32." type "." type                      \
+      " {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15},%16,%17,add,1,1,0,0;}" \
+      : OCTAVO_SUMS_OF_32                                                              \
       : "l"(a), "l"(b))
-#define OCTAVO_WGMMA_64(type)                                                             \
-  asm volatile(                                                                           \
-      "{.reg .pred add;\n\tsetp.eq.b32 add,0,0;\n\t"                                      \
-      "wgmma.mma_async.sync.aligned.m64n64k16.f32." type "." type                         \
-      " {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,"  \
-      "%22,%23,%24,%25,%26,%27,%28,%29,%30,%31},%32,%33,add,1,1,0,0;}"                    \
-      : OCTAVO_SUMS_OF_64                                                                 \
+#define OCTAVO_WGMMA_64(type)                                                            \
+  asm volatile(                                                                          \
+      "{.reg .pred add;\n\tsetp.eq.b32 add,0,0;\n\t"                                     \
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32." type "." type                        \
+      " {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21," \
+      "%22,%23,%24,%25,%26,%27,%28,%29,%30,%31},%32,%33,add,1,1,0,0;}"                   \
+      : OCTAVO_SUMS_OF_64                                                                \
       : "l"(a), "l"(b))
 
 template <class T>

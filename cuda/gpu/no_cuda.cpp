@@ -1,5 +1,6 @@
 // What a build without CUDA links instead of the kernels: the same symbols, each a clear error.
 #include "octavo/copy_blocks.h"
+#include "octavo/decode_linear.h"
 #include "octavo/embed.h"
 #include "octavo/error.h"
 #include "octavo/norm.h"
@@ -31,5 +32,11 @@ void embed(const EmbedArgs&) { refuse("embed"); }
 void advance(const AdvanceArgs&) { refuse("advance"); }
 void sample(const SampleArgs&) { refuse("sample"); }
 size_t sample_workspace_bytes(int32_t) { refuse("sample_workspace_bytes"); }
+bool decode_linear_supported(DecodeLinear, int64_t, int64_t, int64_t, DType) { return false; }
+int32_t decode_square_sum_parts(int32_t) { refuse("decode_square_sum_parts"); }
+void decode_start(const DecodeStartArgs&) { refuse("decode_start"); }
+void decode_norm_linear(const DecodeNormLinearArgs&) { refuse("decode_norm_linear"); }
+void decode_norm_gate_up(const DecodeNormLinearArgs&) { refuse("decode_norm_gate_up"); }
+void decode_linear_add(const DecodeLinearAddArgs&) { refuse("decode_linear_add"); }
 
 }  // namespace octavo::gpu

@@ -34,5 +34,6 @@ NB_MODULE(_runtime, module) {
   module.def("set_instruction_set", octavo::cpu::set_instruction_set, "name"_a);
   octavo::python::init_ops(module);
   octavo::python::init_step_ops(module);
+  octavo::python::init_decode_linear(module);
   octavo::python::init_allocator(module);
 }

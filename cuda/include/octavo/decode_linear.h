@@ -10,7 +10,8 @@ namespace octavo {
 constexpr int32_t kMaxDecodeBatch = 64;
 
 // The residual stream of one decode step. `decode_start` and `decode_linear_add` write all three buffers, the ops with
-// a norm read the last two: RMSNorm(residual) * weight = scaled / rms(residual), and the division comes after the matmul.
+// a norm read the last two: RMSNorm(residual) * weight = scaled / rms(residual), and the division comes after the
+// matmul.
 struct DecodeStream {
   float* residual;     // [batch][hidden]
   void* scaled;        // [batch][hidden] in the model's dtype: residual * weight of the next RMSNorm (fp16: 1/16 of it)
