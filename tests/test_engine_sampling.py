@@ -179,6 +179,23 @@ def test_top_k_on_and_off_in_one_batch(shared: Engine) -> None:
     assert alone[0] == alone[4]
 
 
+def test_top_p_at_its_ends(shared: Engine) -> None:
+    """B31: 0 keeps the likeliest token, 1 keeps all."""
+    greedy = shared.generate([request("a", PROMPT, 8)])[0].token_ids
+    free = shared.generate([request("a", PROMPT, 8, SamplingParameters(seed=1))])[0].token_ids
+    for top_p, expected in ((0.0, greedy), (1e-12, greedy), (1.0, free)):
+        item = request("a", PROMPT, 8, SamplingParameters(seed=1, top_p=top_p))
+        assert shared.generate([item])[0].token_ids == expected
+
+
+def test_without_a_seed_candidates_and_requests_differ(shared: Engine) -> None:
+    """B36, B35."""
+    items = [request(str(i), PROMPT, 12, SamplingParameters(temperature=1.2, n=8)) for i in range(2)]
+    found = [tuple(c.token_ids) for result in shared.generate(items[:1]) for c in result.candidates]
+    found += [tuple(c.token_ids) for result in shared.generate(items[1:]) for c in result.candidates]
+    assert len(set(found)) == 16
+
+
 def test_tiny_temperatures_are_greedy(shared: Engine) -> None:
     """B29."""
     greedy = shared.generate([request("a", PROMPT, 8)])[0].token_ids
