@@ -20,12 +20,20 @@ Section = Callable[[], Figures]
 OUT = Path(__file__).resolve().parents[2] / "build" / "bench"
 
 
-CPU_SECTIONS = ("allocator", "scheduling", "generation", "service_path", "memory", "impossible_job_cpu")
+CPU_SECTIONS = {
+    "allocator": "tests.bench.allocator",
+    "scheduling": "tests.bench.scheduling",
+    "generation": "tests.bench.generation",
+    "service": "tests.bench.service_path",
+    "frontend": "tests.service.frontend_cost",
+    "memory": "tests.bench.memory",
+    "impossible job": "tests.bench.impossible_job_cpu",
+}
 
 
 def cpu_sections() -> dict[str, Section]:
-    """Each a module of this package with a `measure`, imported when its turn comes."""
-    return {name: lambda name=name: import_module(f"tests.bench.{name}").measure() for name in CPU_SECTIONS}
+    """Each a module with a `measure`, imported when its turn comes."""
+    return {name: lambda path=path: import_module(path).measure() for name, path in CPU_SECTIONS.items()}
 
 
 def gpu_sections() -> dict[str, Section]:
