@@ -2,8 +2,8 @@
 
     python cuda/bench/decode_linear.py [--json FILE] [--model qwen2.5] [--batch 1 8 16 32 64]
 
-Ours are the fused ops in the order of a step: start, then the QKV, output, gate-up and down projections of every
-layer, then the head with fp32 logits; no attention between. cuBLAS has the matmuls alone (torch.mm of the same weights):
+Ours are the fused ops in the order of a step: start, then the QKV, output, gate-up and down projections of each
+layer, then the head with fp32 logits; no attention between. cuBLAS has the matmuls alone (torch.mm, same weights):
 no norm, no SiLU, no residual. All weights are read once a step, so nothing but the smallest model stays in the L2.
 """
 
