@@ -144,7 +144,12 @@ def test_the_shortest_prompts(tiny: Path, shared: Engine, length: int) -> None:
 def test_a_request_without_them_scores_nothing_more(shared: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     plans: list[StepPlan] = []
     launch = shared.loop.runner.launch
-    monkeypatch.setattr(shared.loop.runner, "launch", lambda plan: plans.append(plan) or launch(plan))
+
+    def recording(plan: StepPlan) -> object:
+        plans.append(plan)
+        return launch(plan)
+
+    monkeypatch.setattr(shared.loop.runner, "launch", recording)
     shared.generate(_renamed(random_requests(4, seed=1)))
     assert plans
     assert not any(plan.scored or plan.edited for plan in plans)

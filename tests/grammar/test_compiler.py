@@ -38,7 +38,7 @@ def allowed(constraint: GrammarConstraint, output: list[int]) -> set[int]:
 
 def accepts(constraint: GrammarConstraint, text: str, tok: Tokenizer = TOKENIZER, eos: int = EOS) -> bool:
     """Whether the text's own tokens may come one after another and then the end."""
-    own, output = constraint.copy(), []
+    own, output = constraint.copy(), list[int]()
     for token in tok.encode(text, add_special_tokens=False):
         if token not in allowed(own, output):
             return False

@@ -66,7 +66,8 @@ def random_tokens(generator: random.Random, most: int) -> list[int]:
 
 
 def expected(item: ScheduledSequence, logits: torch.Tensor) -> torch.Tensor:
-    return processors(item)(torch.tensor([item.sequence.token_ids]), logits[None].clone())[0]
+    scores: torch.Tensor = processors(item)(torch.tensor([item.sequence.token_ids]), logits[None].clone())
+    return scores[0]
 
 
 def random_sampling(generator: random.Random) -> SamplingParameters:
