@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-import jsonschema
+import jsonschema  # type: ignore[import-untyped]
 import pytest
 
 from engine.engine import MAX_COMPILING, Engine

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from pathlib import Path
 
 import pytest
@@ -13,8 +14,9 @@ from engine.engine import Engine, GenerationResult
 from engine.errors import ConfigurationError
 from engine.model.source import resolve
 from engine.run.cuda_runner import CudaRunner
-from engine.types import FinishReason, GenerationRequest, SamplingParameters, StopCriteria
-from tests.model.tiny import write_tiny_model
+from engine.text.tokenizer import Tokenizer
+from engine.types import FinishReason, GenerationRequest, Grammar, GrammarKind, SamplingParameters, StopCriteria
+from tests.model.tiny import byte_level_tokenizer, write_tiny_model
 from tests.near_tie import BF16_GAP, assert_same_or_near_tie
 
 pytestmark = pytest.mark.gpu
@@ -174,6 +176,25 @@ def test_edited_draws_equal_the_cpus_beside_plain_ones(tiny: Path) -> None:
         ]
         assert sum(same) >= 10 * len(batch), same
     assert set(shared.generate(items)[3].token_ids) <= set(range(100, 130))
+    shared.scheduler.check_idle()
+
+
+def test_answers_follow_their_grammars_beside_free_ones(tmp_path: Path) -> None:
+    path = write_tiny_model(tmp_path, "qwen3", head_dim=128)
+    byte_level_tokenizer().save(str(path / "tokenizer.json"))
+    tokenizer, shared = Tokenizer.load(str(path)), engine(path)
+    items = [
+        GenerationRequest(
+            str(seed),
+            [5, 6, seed + 7],
+            SamplingParameters(seed=seed, repetition_penalty=1.0 + seed % 2),
+            StopCriteria(max_tokens=40),
+            grammar=Grammar(GrammarKind.REGEX, "[a-c]{3,9}-[0-9]{2}"),
+        )
+        for seed in range(5)
+    ]
+    for result in shared.generate([*items, request("free", [5, 6, 7], 20)])[:5]:
+        assert re.fullmatch("[a-c]{3,9}-[0-9]{2}", tokenizer.decode(result.token_ids))
     shared.scheduler.check_idle()
 
 

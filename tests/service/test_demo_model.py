@@ -102,6 +102,21 @@ async def test_structured_output_is_what_was_asked_for(server: Process) -> None:
         assert (error.value.code, error.value.reason) == (grpc.StatusCode.INVALID_ARGUMENT, "GRAMMAR_INVALID")
 
 
+async def test_the_prompts_log_probabilities_say_what_surprised_the_model(server: Process) -> None:
+    async with Client(server.address) as client:
+        found = []
+        for text in ("The capital of France is Paris", "The capital of France is purple"):
+            start = prompt_request(text, max_tokens=1, sampling=GREEDY)
+            start.output.prompt_top_logprobs = 1
+            scores = [score async for event in client.generate(start) for score in event.prompt.logprobs]
+            assert b"".join(score.token_bytes for score in scores) == text.encode()
+            assert not scores[0].HasField("logprob")
+            found.append(scores)
+        paris, purple = (scores[-1] for scores in found)
+        assert (paris.rank, paris.top[0].token_bytes) == (1, b" Paris")
+        assert purple.logprob < paris.logprob - 3
+
+
 async def test_bad_requests_are_refused_by_name_and_leave_the_engine_well(server: Process) -> None:
     async with Client(server.address) as client:
         for start, field in (
