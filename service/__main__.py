@@ -23,7 +23,8 @@ from service.security import SecurityConfig
 ENGINE = EngineConfig()  # the defaults of the flags
 SERVICE = ServiceConfig()
 
-app = typer.Typer(rich_markup_mode=None, 
+app = typer.Typer(
+    rich_markup_mode=None,
     help="Octavo: serves large language models over gRPC.",
     no_args_is_help=True,
     add_completion=False,
