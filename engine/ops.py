@@ -123,13 +123,15 @@ def plan_attention(
     head_dim: int,
     workspace: Tensor,
     *,
-    cut: int = 0,
+    least_tokens: int = 0,
     pdl: bool = False,
 ) -> None:
     """Shares a decode batch's attention out over the GPU, for all layers of the step: run it when context_lens [S] is
-    final, then call `paged_attention(..., planned=True)` with the same workspace. cut: parts of the longest sequence,
-    0 to let the device choose."""
-    _runtime.plan_attention(context_lens, q_heads, kv_heads, head_dim, workspace, _stream(context_lens), cut, pdl)
+    final, then call `paged_attention(..., planned=True)` with the same workspace. least_tokens: of a context that a
+    thread block reads on its own; 0 lets the device choose."""
+    _runtime.plan_attention(
+        context_lens, q_heads, kv_heads, head_dim, workspace, _stream(context_lens), least_tokens, pdl
+    )
 
 
 def decode_attention(

@@ -96,8 +96,8 @@ class Case:
 class Ours:
     """write: None: attention on finished queries; "kernel": write_kv in front of it; "fused": decode_attention."""
 
-    def __init__(self, case: Case, *, pdl: bool, cut: int = 0, write: str | None = None) -> None:
-        self.case, self.pdl, self.cut, self.write = case, pdl, cut, write
+    def __init__(self, case: Case, *, pdl: bool, least_tokens: int = 0, write: str | None = None) -> None:
+        self.case, self.pdl, self.least_tokens, self.write = case, pdl, least_tokens, write
         q_heads, kv_heads, head_dim = case.heads
         batch = len(case.contexts)
         size = ops.paged_attention_workspace_bytes(batch, q_heads, kv_heads, head_dim)
@@ -113,7 +113,7 @@ class Ours:
     def step(self) -> None:
         case = self.case
         q_heads, kv_heads, head_dim = case.heads
-        ops.plan_attention(case.lens, q_heads, kv_heads, head_dim, self.workspace, cut=self.cut)
+        ops.plan_attention(case.lens, q_heads, kv_heads, head_dim, self.workspace, least_tokens=self.least_tokens)
         for table, slots in zip(case.tables, self.slots, strict=True):
             for layer in range(case.layers):
                 if self.write == "fused":
@@ -159,13 +159,13 @@ class Ours:
         )
 
 
-def measure(model: str, cell: str, cuts: list[int], copy: float) -> dict[str, float | str]:
+def measure(model: str, cell: str, least_tokens: list[int], copy: float) -> dict[str, float | str]:
     case = Case.make(model, lengths(cell))
     variants: dict[str, Ours] = {"plain": Ours(case, pdl=False), "pdl": Ours(case, pdl=True)}
     variants["pdl+write"] = Ours(case, pdl=True, write="kernel")
     variants["pdl+fused"] = Ours(case, pdl=True, write="fused")
-    for cut in cuts:
-        variants[f"cut{cut}"] = Ours(case, pdl=True, cut=cut)
+    for tokens in least_tokens:
+        variants[f"least{tokens}"] = Ours(case, pdl=True, least_tokens=tokens)
     steps: dict[str, Callable[[], None]] = {name: ours.step for name, ours in variants.items()}
     peers = FlashInferDecode.peers(case) if flashinfer_version() else {}
     for name, peer in peers.items():
@@ -184,16 +184,16 @@ def measure(model: str, cell: str, cuts: list[int], copy: float) -> dict[str, fl
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cells", default=",".join(CELLS))
-    parser.add_argument("--cuts", default="", help="also with the longest sequence cut into these numbers of parts")
+    parser.add_argument("--least-tokens", default="", help="also with blocks reading at least so many tokens")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     copy = copy_rate()
     about = machine() | {"flashinfer": flashinfer_version() or "not installed"}
     print(f"decode attention, us a layer; {about}; copy {copy / 1e12:.2f} TB/s")
-    cuts = [int(cut) for cut in arguments.cuts.split(",") if cut]
+    least_tokens = [int(tokens) for tokens in arguments.least_tokens.split(",") if tokens]
     rows = []
     for cell in arguments.cells.split(","):
-        row = measure(*cell.split(":"), cuts, copy)
+        row = measure(*cell.split(":"), least_tokens, copy)
         rows.append(row)
         shown = " ".join(f"{name} {value:8.2f}" for name, value in row.items() if isinstance(value, float))
         print(f"{row['cell']:22s} {shown}  of copy {float(row['floor']) / float(row['pdl']):.3f}", flush=True)

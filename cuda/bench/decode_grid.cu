@@ -5,7 +5,7 @@
 //   ./decode_grid 12 2 128 64x2048 ...      query heads, KV heads, head_dim, then batch x context or batch r longest
 //
 // Layers follow each other in one graph with programmatic launches, over block tables that are random permutations; no
-// layer finds its KV in the L2. Prints the fastest few, in us a layer, and what decode_grid picks.
+// layer finds its KV in the L2. Prints us a layer for each size of cluster, and what decode_grid picks.
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -99,7 +99,7 @@ struct Bench {
   void run_layer(const Batch& batch, const DecodeGrid& grid, int set, int layer) const {
     const int group = heads.query / heads.kv, count = static_cast<int>(batch.lengths.size());
     const KvPool shape{pool, DType::kBFloat16, 0, batch.layers, heads.kv, 16, heads.dim};
-    const DecodeWorkspace layout(grid, group, heads.dim);
+    const DecodeWorkspace layout(grid, count, heads.kv, group, heads.dim);
     Decode args{};
     args.out = out;
     args.query = query;
@@ -110,7 +110,7 @@ struct Bench {
     args.block_tables = batch.tables + size_t(set) * count * batch.max_blocks;
     args.max_blocks = batch.max_blocks;
     args.plan = reinterpret_cast<const Split*>(workspace + layout.plan);
-    args.capacity = grid.capacity;
+    args.empties = reinterpret_cast<const int*>(workspace + layout.empties);
     args.tickets = reinterpret_cast<int*>(workspace + layout.tickets);
     args.stats = reinterpret_cast<float2*>(workspace + layout.stats);
     args.outputs = reinterpret_cast<float4*>(workspace + layout.outputs);
@@ -124,7 +124,7 @@ struct Bench {
   }
 
   // Microseconds a layer.
-  double time(const Batch& batch, const DecodeGrid& grid, int cut) const {
+  double time(const Batch& batch, const DecodeGrid& grid, int least_tokens) const {
     cudaGraph_t graph;
     cudaGraphExec_t executable;
     check(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), "capture");
@@ -133,7 +133,7 @@ struct Bench {
                        heads.query,
                        heads.kv,
                        heads.dim,
-                       cut,
+                       least_tokens,
                        workspace,
                        workspace_bytes,
                        {stream, false}});
@@ -161,42 +161,33 @@ struct Bench {
   }
 };
 
-int resident(const Heads& heads, int warps, int cluster) {
-  return heads.dim == 128 ? DecodeKernels<128>::resident_clusters(warps, cluster)
-                          : DecodeKernels<64>::resident_clusters(warps, cluster);
+int resident(const Heads& heads, int cluster) {
+  return heads.dim == 128 ? DecodeKernels<128>::resident_clusters(cluster)
+                          : DecodeKernels<64>::resident_clusters(cluster);
 }
 
-struct Result {
-  double time;
-  DecodeGrid grid;
-  int cut;
-};
-
+// For each size of cluster: the time as planned on the device, then the best with blocks held to read more or less.
 void sweep(const Bench& bench, const std::string& cell, size_t pool_bytes) {
   const Batch batch = make_batch(bench.heads, cell, pool_bytes);
-  const int pairs = static_cast<int>(batch.lengths.size()) * bench.heads.kv;
-  std::vector<Result> results;
-  for (const auto& [warps, cluster] : {std::pair{8, 8}, {8, 4}, {8, 2}, {8, 1}, {4, 1}}) {
-    const int fits = resident(bench.heads, warps, cluster);
-    if (cluster > 1 && pairs > 4 * fits) continue;
-    for (const int waves : {1, 2, 4}) {
-      if (cluster > 1 && waves > 2) continue;
-      const int clusters = cluster > 1 ? std::max(pairs, waves * fits) : fits * waves;
-      const DecodeGrid grid{warps, cluster, clusters, cluster > 1 ? clusters : pairs + 3 * fits * waves};
-      for (const int cut : {0, 1, 2, 3, 4, 6, 8, 12, 16, 32, 64}) {
-        if (cut * pairs > grid.capacity) continue;
-        results.push_back({bench.time(batch, grid, cut), grid, cut});
+  const int count = static_cast<int>(batch.lengths.size()), pairs = count * bench.heads.kv;
+  const DecodeGrid chosen = decode_grid(count, bench.heads.kv, bench.heads.dim);
+  std::printf("%d/%d/%d %-8s floor %6.2f us; cluster of %d chosen: %6.2f", bench.heads.query, bench.heads.kv,
+              bench.heads.dim, cell.c_str(), batch.kv_bytes / 4.23e6, chosen.cluster, bench.time(batch, chosen, 0));
+  for (const int cluster : {8, 4, 2, 1}) {
+    const int fits = resident(bench.heads, cluster);
+    if (cluster > 1 && pairs > 2 * fits) continue;
+    const int warps = cluster == 1 && bench.heads.dim == 64 ? 4 : 8;
+    const DecodeGrid grid{warps, cluster, cluster > 1 ? std::max(pairs, fits) : fits / bench.heads.kv * bench.heads.kv};
+    double best = 1e9;
+    int best_tokens = 0;
+    for (const int tokens : {128, 256, 512, 1024, 2048, 4096, 1 << 20}) {
+      const double time = bench.time(batch, grid, tokens);
+      if (time < best) {
+        best = time;
+        best_tokens = tokens;
       }
     }
-  }
-  std::sort(results.begin(), results.end(), [](const Result& a, const Result& b) { return a.time < b.time; });
-  const DecodeGrid chosen = decode_grid(static_cast<int>(batch.lengths.size()), bench.heads.kv, bench.heads.dim);
-  const double ours = bench.time(batch, chosen, 0), floor = batch.kv_bytes / 4.23e6;
-  std::printf("%d/%d/%d %s: floor %.2f us; chosen (%d warps, cluster %d, %d) %.2f |", bench.heads.query, bench.heads.kv,
-              bench.heads.dim, cell.c_str(), floor, chosen.warps, chosen.cluster, chosen.clusters, ours);
-  for (size_t i = 0; i < std::min<size_t>(7, results.size()); ++i) {
-    const Result& r = results[i];
-    std::printf(" %dw c%d x%d cut %d: %.2f |", r.grid.warps, r.grid.cluster, r.grid.clusters, r.cut, r.time);
+    std::printf(" | %d: %6.2f, %6.2f at %d", cluster, bench.time(batch, grid, 0), best, best_tokens);
   }
   std::printf("\n");
   std::fflush(stdout);

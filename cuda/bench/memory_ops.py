@@ -11,7 +11,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -29,13 +29,13 @@ HIDDEN, INTER, VOCAB = 1536, 8960, 151936
 
 @dataclass(frozen=True)
 class Task:
-    """`ours` and `peer` take the index of the buffers to use; both move `moved` bytes."""
+    """`ours` and its peers take the index of the buffers to use; all move `moved` bytes."""
 
     name: str
     moved: float
     sets: int
     ours: Callable[[int], object]
-    peer: Callable[[int], object] | None = None
+    peers: dict[str, Callable[[int], object]] = field(default_factory=dict)
 
 
 def sets_for(moved: float) -> int:
@@ -59,10 +59,15 @@ def block_copies() -> Iterator[Task]:
         def ours(index: int, ids: Tensor = ids) -> None:
             ops.copy_blocks(pool, ids[index])
 
-        def peer(index: int, ids: Tensor = ids) -> None:
+        def gather(index: int, ids: Tensor = ids) -> None:
             pool.index_copy_(0, ids[index, :, 1], pool.index_select(0, ids[index, :, 0]))
 
-        yield Task(f"copy_blocks {pairs} = {pairs * block / 1e6:.1f} MB", 2.0 * pairs * block, sets, ours, peer)
+        def plain(index: int, pairs: int = pairs) -> None:
+            first = 2 * index * pairs
+            torch.add(pool[first : first + pairs], 0, out=pool[first + pairs : first + 2 * pairs])
+
+        peers = {"torch": gather, "contiguous": plain}
+        yield Task(f"copy_blocks {pairs} = {pairs * block / 1e6:.1f} MB", 2.0 * pairs * block, sets, ours, peers)
 
 
 def pointwise(rows: int) -> Iterator[Task]:
@@ -80,7 +85,7 @@ def pointwise(rows: int) -> Iterator[Task]:
         moved,
         sets,
         lambda index: ops.rms_norm(out[index], x[index], weight, 1e-6, residual=residual[index]),
-        add_norm,
+        {"torch": add_norm},
     )
     moved = 3.0 * rows * INTER * 2
     sets = sets_for(moved)
@@ -90,9 +95,11 @@ def pointwise(rows: int) -> Iterator[Task]:
         moved,
         sets,
         lambda index: ops.silu_mul(product[index], gate_up[index]),
-        lambda index: torch.mul(
-            torch.nn.functional.silu(gate_up[index, :, :INTER]), gate_up[index, :, INTER:], out=product[index]
-        ),
+        {
+            "torch": lambda index: torch.mul(
+                torch.nn.functional.silu(gate_up[index, :, :INTER]), gate_up[index, :, INTER:], out=product[index]
+            )
+        },
     )
 
 
@@ -154,9 +161,9 @@ def samplers(rows: int) -> Iterator[Task]:
         weights = logits[index].float().softmax(1)
         (weights / torch.empty_like(weights).exponential_()).argmax(1)
 
-    yield Task(f"greedy {rows}", moved, sets, ours(0.0, 0, 1.0), lambda index: logits[index].argmax(1))
-    yield Task(f"temperature {rows}", moved, sets, ours(1.0, 0, 1.0), gumbel)
-    yield Task(f"top-p {rows}", moved, sets, ours(1.0, 0, 0.9), sorted_top_p)
+    yield Task(f"greedy {rows}", moved, sets, ours(0.0, 0, 1.0), {"torch": lambda index: logits[index].argmax(1)})
+    yield Task(f"temperature {rows}", moved, sets, ours(1.0, 0, 1.0), {"torch": gumbel})
+    yield Task(f"top-p {rows}", moved, sets, ours(1.0, 0, 0.9), {"torch": sorted_top_p})
     yield Task(f"top-k 50, top-p {rows}", moved, sets, ours(1.0, 50, 0.9))
 
 
@@ -173,7 +180,7 @@ def measure(task: Task, copy: float) -> dict[str, float | str]:
     def all_sets(call: Callable[[int], object]) -> Callable[[], None]:
         return lambda: [call(index) for index in range(task.sets)] and None
 
-    calls = {"ours": task.ours} | ({"torch": task.peer} if task.peer else {})
+    calls = {"ours": task.ours} | task.peers
     times = microseconds([captured(all_sets(call)) for call in calls.values()])
     row: dict[str, float | str] = {"task": task.name, "floor": task.moved / copy * 1e6}
     row |= {name: time / task.sets for name, time in zip(calls, times, strict=True)}

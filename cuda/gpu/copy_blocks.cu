@@ -25,12 +25,12 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
     for (int i = 0; i < kInFlight; ++i) {
       const int64_t piece = first + i * kThreads;
-      if (piece < pieces) ptx::load_streaming<4>(held[i].w, from + piece);
+      if (piece < pieces) held[i] = from[piece];
     }
 #pragma unroll
     for (int i = 0; i < kInFlight; ++i) {
       const int64_t piece = first + i * kThreads;
-      if (piece < pieces) __stcs(reinterpret_cast<uint4*>(to + piece), *reinterpret_cast<uint4*>(&held[i]));
+      if (piece < pieces) to[piece] = held[i];
     }
   }
 }

@@ -19,6 +19,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 
 #include "gpu/decode_plan.cuh"
 #include "gpu/element.cuh"
@@ -151,27 +152,22 @@ class DecodeBlock {
   }
 
   __device__ __forceinline__ void run() {
-    const int cluster = blockIdx.x / kCluster;
-    const int clusters = gridDim.x / kCluster;
-    Split split = load_split(cluster);
+    Split split = load_split(blockIdx.x / kCluster);
     if (split.seq < 0) {
       ptx::wait_for_previous_kernel();
-      return;
+    } else {
+      open_cluster();
+      clear_unused_queries();
+      attend(split, true);
+      while (kCluster == 1 && split.next >= 0) {
+        const int empties = split.empties;
+        split = load_split(split.next);
+        split.empties = empties;
+        __syncthreads();  // shared memory is still being read for the previous split
+        attend(split, false);
+      }
     }
-    open_cluster();
-    clear_unused_queries();
-    int index = cluster;
-    for (int round = 0;;) {
-      attend(split, index, round == 0);
-      if constexpr (kCluster > 1) return;
-      // The plan is sorted by size; every other round runs backwards, so that no block gets the bigger one each time.
-      ++round;
-      index = round * clusters + (round % 2 == 0 ? cluster : clusters - 1 - cluster);
-      if (index >= args_.capacity) return;
-      split = load_split(index);
-      if (split.seq < 0) return;
-      __syncthreads();  // shared memory is still being read for the previous split
-    }
+    clear_empty_rows(split.empties);
   }
 
  private:
@@ -189,9 +185,20 @@ class DecodeBlock {
   __device__ __forceinline__ int fours_a_block() const { return (fours() + kCluster - 1) / kCluster; }
 
   __device__ __forceinline__ Split load_split(int index) const {
+    static_assert(sizeof(Split) == 2 * sizeof(int4));
     const int4* from = reinterpret_cast<const int4*>(args_.plan + index);
-    const int4 a = __ldg(from), b = __ldg(from + 1);
-    return {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
+    const int4 halves[2] = {__ldg(from), __ldg(from + 1)};
+    Split split;
+    memcpy(&split, halves, sizeof(split));
+    return split;
+  }
+
+  __device__ __forceinline__ void clear_empty_rows(int empties) const {
+    const int pieces = args_.q_heads * kDim / 8;
+    for (int i = blockIdx.x; i < empties; i += gridDim.x) {
+      uint4* row = static_cast<uint4*>(args_.out) + static_cast<int64_t>(args_.empties[i]) * pieces;
+      for (int piece = thread_; piece < pieces; piece += kThreads) row[piece] = make_uint4(0, 0, 0, 0);
+    }
   }
 
   // Every block of the cluster must have started, and set its barrier, before another stores into it.
@@ -220,7 +227,7 @@ class DecodeBlock {
   // The block whose warp reads the newest token.
   __device__ __forceinline__ bool owns_newest(const Split& split) const {
     const int last_step = (split.length - 1) / kStepTokens;
-    return split.length > 0 && split.end == last_step + 1 && (last_step - split.begin) % kCluster == rank_;
+    return split.end == last_step + 1 && (last_step - split.begin) % kCluster == rank_;
   }
 
   // Elements 2 * lane, 2 * lane + 1 and the two half a head further on: what one lane rotates. Lanes past a quarter of
@@ -294,7 +301,7 @@ class DecodeBlock {
     }
   }
 
-  __device__ __forceinline__ void attend(const Split& split, int index, bool waits) {
+  __device__ __forceinline__ void attend(const Split& split, bool waits) {
     constexpr int kStride = kCluster * kWarps;
     const int first = split.begin + warp_ * kCluster + rank_;
     const int steps = first < split.end ? (split.end - first + kStride - 1) / kStride : 0;
@@ -329,12 +336,10 @@ class DecodeBlock {
     }
     // The newest token's place in the pool, and its angles.
     const int newest = split.length - 1;
-    T* newest_key = nullptr;
-    if (split.length > 0) {
-      newest_key = const_cast<T*>(keys) + __ldg(table + last_block) * args_.block_stride + newest % kBlockTokens * kDim;
-    }
+    T* newest_key =
+        const_cast<T*>(keys) + __ldg(table + last_block) * args_.block_stride + newest % kBlockTokens * kDim;
     float2 cosine = {1.0f, 1.0f}, sine = {0.0f, 0.0f};
-    if (args_.writes && split.length > 0 && has_pair()) {
+    if (args_.writes && has_pair()) {
       const float2* angles = reinterpret_cast<const float2*>(args_.cos_sin + static_cast<int64_t>(newest) * kDim);
       cosine = __ldg(angles + lane_);
       sine = __ldg(angles + kDim / 4 + lane_);
@@ -402,7 +407,7 @@ class DecodeBlock {
     }
     stage(out, max0, max1, sum0, sum1);
     __syncthreads();
-    finish(split, index);
+    finish(split);
   }
 
   // Scores of two KV blocks, in powers of two: rows are tokens g and g + 8, columns query heads 2c and 2c + 1.
@@ -496,15 +501,15 @@ class DecodeBlock {
                          [&](int w) { return *reinterpret_cast<const float4*>(&shared_.out[w][head][element]); });
   }
 
-  __device__ __forceinline__ void finish(const Split& split, int index) {
+  __device__ __forceinline__ void finish(const Split& split) {
     if constexpr (kCluster == 1) {
-      for (int four = thread_; four < fours(); four += kThreads) deliver(split, index, four, merge_warps(four));
+      for (int four = thread_; four < fours(); four += kThreads) deliver(split, four, merge_warps(four));
     } else {
       exchange();
       const int four = rank_ * fours_a_block() + thread_;
-      if (thread_ < fours_a_block() && four < fours()) deliver(split, index, four, merge_peers(four));
+      if (thread_ < fours_a_block() && four < fours()) deliver(split, four, merge_peers(four));
     }
-    if (split.count > 1) merge_splits(split);
+    if (split.parts > 1) merge_parts(split);
   }
 
   // Sends each block of the cluster its stretch of this block's output, and waits for what the others send.
@@ -538,22 +543,30 @@ class DecodeBlock {
   }
 
   // The finished output, or this split's part of it.
-  __device__ __forceinline__ void deliver(const Split& split, int index, int four, const Merged& merged) {
-    if (split.count == 1) return write(split, four, merged);
-    __stcg(args_.outputs + static_cast<int64_t>(index) * fours() + four, merged.out);
+  __device__ __forceinline__ void deliver(const Split& split, int four, const Merged& merged) {
+    if (split.parts == 1) return write(split, four, merged);
+    const int slot = partial_slot(split.first, split.part, apart());
+    __stcg(output_row(slot) + four, merged.out);
     // One stats row a block of the cluster: each block's ticket covers only its own stores.
     const int head = four / kRowFours;
     if (four % kRowFours == 0 || (kCluster > 1 && thread_ == 0)) {
-      __stcg(stats_row(index) + head, make_float2(merged.max, merged.sum));
+      __stcg(stats_row(slot) + head, make_float2(merged.max, merged.sum));
     }
   }
 
-  __device__ __forceinline__ float2* stats_row(int index) const {
-    return args_.stats + (static_cast<int64_t>(index) * kCluster + rank_) * kMaxGroup;
+  // From the cluster that reads one part of a pair to that of the next.
+  __device__ __forceinline__ int apart() const { return kCluster == 1 ? args_.kv_heads : 1; }
+
+  __device__ __forceinline__ float4* output_row(int slot) const {
+    return args_.outputs + static_cast<int64_t>(slot) * fours();
+  }
+
+  __device__ __forceinline__ float2* stats_row(int slot) const {
+    return args_.stats + (slot * kCluster + rank_) * kMaxGroup;
   }
 
   __device__ __forceinline__ void write(const Split& split, int four, const Merged& merged) const {
-    const float inverse = merged.sum > 0.0f ? 1.0f / merged.sum : 0.0f;  // an empty context gives zeros
+    const float inverse = 1.0f / merged.sum;
     T* row = static_cast<T*>(args_.out) +
              (static_cast<int64_t>(split.seq) * args_.q_heads + split.kv_head * args_.group) * kDim;
     *reinterpret_cast<uint2*>(row + 4 * four) =
@@ -561,24 +574,25 @@ class DecodeBlock {
                    Element<T>::pack(merged.out.z * inverse, merged.out.w * inverse));
   }
 
-  // The last split of a pair to get here sums all of them, in the plan's order, and leaves the ticket at zero.
-  __device__ __forceinline__ void merge_splits(const Split& split) {
+  // The last part of a pair to get here sums all of them, in their order, and leaves the ticket at zero.
+  __device__ __forceinline__ void merge_parts(const Split& split) {
     __syncthreads();
     if (thread_ == 0) {
       int* counter = args_.tickets + split.first * kCluster + rank_;
       shared_.ticket = ptx::take_ticket(counter);
-      if (shared_.ticket == split.count - 1) *counter = 0;
+      if (shared_.ticket == split.parts - 1) *counter = 0;
     }
     __syncthreads();
-    if (shared_.ticket != split.count - 1) return;
+    if (shared_.ticket != split.parts - 1) return;
     const int begin = rank_ * fours_a_block();
     for (int four = begin + thread_; four < min(begin + fours_a_block(), fours()); four += kThreads) {
       const int head = four / kRowFours;
       Merged merged;
 #pragma unroll 8
-      for (int part = 0; part < split.count; ++part) {
-        const float2 stats = __ldcg(stats_row(split.first + part) + head);
-        const float4 out = __ldcg(args_.outputs + static_cast<int64_t>(split.first + part) * fours() + four);
+      for (int part = 0; part < split.parts; ++part) {
+        const int slot = partial_slot(split.first, part, apart());
+        const float2 stats = __ldcg(stats_row(slot) + head);
+        const float4 out = __ldcg(output_row(slot) + four);
         const float max = fmaxf(merged.max, stats.x);
         const float base = max == -INFINITY ? 0.0f : max;
         const float fade = ptx::exp2_fast(merged.max - base);
@@ -605,9 +619,9 @@ __global__ void __launch_bounds__(kWarps * 32, kBlocksPerMultiprocessor<kDim, kW
   DecodeBlock<T, kDim, kWarps, kCluster>(args, shared).run();
 }
 
+// Single blocks: four warps at head_dim 64, where an SM holds four of them, else eight. Clusters: eight.
 template <class T, int kDim>
-auto decode_kernel_of(int warps, int cluster) -> void (*)(Decode) {
-  if (warps == 4) return decode_kernel<T, kDim, 4, 1>;
+auto decode_kernel_of(int cluster) -> void (*)(Decode) {
   switch (cluster) {
     case 2:
       return decode_kernel<T, kDim, 8, 2>;
@@ -616,22 +630,23 @@ auto decode_kernel_of(int warps, int cluster) -> void (*)(Decode) {
     case 8:
       return decode_kernel<T, kDim, 8, 8>;
     default:
-      return decode_kernel<T, kDim, 8, 1>;
+      return decode_kernel<T, kDim, DecodeKernels<kDim>::kSingleWarps, 1>;
   }
 }
 
 template <int kDim>
 void DecodeKernels<kDim>::launch(DType dtype, const DecodeGrid& grid, const Decode& args, const Launch& launch) {
   with_element(dtype, [&]<class T>(T) {
-    launch_kernel("paged_attention", decode_kernel_of<T, kDim>(grid.warps, grid.cluster),
+    launch_kernel("paged_attention", decode_kernel_of<T, kDim>(grid.cluster),
                   {.grid = dim3(grid.clusters * grid.cluster), .block = dim3(grid.warps * 32), .cluster = grid.cluster},
                   launch, args);
   });
 }
 
 template <int kDim>
-int DecodeKernels<kDim>::resident_clusters(int warps, int cluster) {
-  const auto kernel = decode_kernel_of<__nv_bfloat16, kDim>(warps, cluster);
+int DecodeKernels<kDim>::resident_clusters(int cluster) {
+  const auto kernel = decode_kernel_of<__nv_bfloat16, kDim>(cluster);
+  const int warps = cluster == 1 ? kSingleWarps : kClusterWarps;
   int count = 0;
   if (cluster == 1) {
     check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&count, kernel, warps * 32, 0), "occupancy");

@@ -1,5 +1,9 @@
-// Shares a decode step's attention out over a fixed grid, on the device, from the context lengths.
-// Once a step: a few microseconds for all layers together.
+// Shares a decode step's attention out over a fixed grid, on the device, from the context lengths. Once a step.
+//
+// Single blocks get equal stretches of all contexts laid end to end: nobody waits for a longer one, and a context that
+// lies across a boundary is merged from its parts. Blocks next to each other read the same stretch for the KV heads in
+// turn, so that what lies side by side in memory is read at the same time: 9 % at eight KV heads. Clusters get one part
+// of one pair each, as there are at least as many of them as pairs; how finely to cut is a question of cost.
 #include "gpu/decode_plan.cuh"
 
 #include <algorithm>
@@ -16,16 +20,15 @@ namespace {
 
 constexpr int kThreads = 1024;
 constexpr int kWarps = kThreads / 32;
-constexpr int kMaxCut = 64;  // parts of the longest sequence: two a warp
+constexpr int kCandidates = 64;  // ways of cutting that are priced: two a warp
 constexpr int kMaxSeqs = 4096;
-constexpr size_t kTickets = 65536;
+constexpr size_t kTickets = 16384;
 constexpr unsigned kAll = ~0u;
 
-// Costs in steps of one multiprocessor that gets its fair share of the bus. Fitted on an H200; see cuda/bench/LOG.md.
-constexpr float kAloneRate = 2.2f;    // how much faster a multiprocessor streams when it is nearly alone
-constexpr float kImbalance = 0.1f;    // of the largest split
-constexpr float kNextRound = 3.0f;    // refilling the pipeline for a block's next split
-constexpr float kMergeSplits = 3.0f;  // the ticket and the reading back of partial results
+// Costs in steps of a multiprocessor that gets its fair share of the bus. Fitted on an H200; see cuda/bench/LOG.md.
+constexpr float kAloneRate = 1.7f;   // how much faster a multiprocessor streams when it is nearly alone
+constexpr float kImbalance = 0.1f;   // of a block's share
+constexpr float kMergeParts = 1.5f;  // tickets, and reading back partial results
 
 struct PlanInputs {
   const int* context_lens;
@@ -33,143 +36,209 @@ struct PlanInputs {
   int kv_heads;
   DecodeGrid grid;
   int multiprocessors;
-  int cut;  // 0: chosen here
+  int least_steps;  // of a split; 0: chosen here
 };
 
 __device__ __forceinline__ int divide_up(int a, int b) { return (a + b - 1) / b; }
+__device__ __forceinline__ int round_up(int a, int b) { return divide_up(a, b) * b; }
 
-__device__ __forceinline__ int splits_of(int steps, int size) { return max(1, divide_up(steps, size)); }
-
-// Steps of one split when the longest sequence is cut into `cut`: whole rounds of a cluster's warps.
-__device__ __forceinline__ int split_size(int longest, int cut, const DecodeGrid& grid) {
-  const int round = grid.cluster * grid.warps;
-  return max(1, divide_up(divide_up(longest, cut), round)) * round;
+// Sums of the values before each thread's, over the thread block; `total` gets the sum of all.
+__device__ int exclusive_sum(int value, int& total) {
+  __shared__ int of_warp[kWarps];
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  int through = value;
+#pragma unroll
+  for (int lanes = 1; lanes < 32; lanes *= 2) {
+    const int lower = __shfl_up_sync(kAll, through, lanes);
+    if (lane >= lanes) through += lower;
+  }
+  __syncthreads();
+  if (lane == 31) of_warp[warp] = through;
+  __syncthreads();
+  const int sum = of_warp[lane];
+  total = __reduce_add_sync(kAll, sum);
+  return __reduce_add_sync(kAll, lane < warp ? sum : 0) + through - value;
 }
 
-__device__ float estimate(int size, int splits, int64_t total, const PlanInputs& in) {
-  const float share = static_cast<float>(total) / static_cast<float>(in.multiprocessors);
-  const float largest = static_cast<float>(size) / static_cast<float>(in.grid.cluster);
-  const float rounds = static_cast<float>(divide_up(splits, in.grid.clusters) - 1);
-  const float merging = splits > in.num_seqs * in.kv_heads ? kMergeSplits : 0.0f;
-  return fmaxf(share + kImbalance * largest, largest / kAloneRate) + kNextRound * rounds + merging;
+// before[s] = sum of value(0 .. s - 1) for all sequences; returns the sum of all.
+template <class Value>
+__device__ int sum_before(int* before, int num_seqs, const Value& value) {
+  int sum = 0;
+  for (int first = 0; first < num_seqs; first += kThreads) {
+    const int s = first + threadIdx.x;
+    int total;
+    const int sum_in_round = exclusive_sum(s < num_seqs ? value(s) : 0, total);
+    if (s < num_seqs) before[s] = sum + sum_in_round;
+    sum += total;
+  }
+  __syncthreads();
+  return sum;
+}
+
+struct Context {
+  const PlanInputs& in;
+  const int* steps;  // [num_seqs]
+  int* before;       // [num_seqs]
+  Split* plan;
+  int empties;
+};
+
+// ---- single blocks: equal stretches
+
+// Block i * kv_heads + h reads stretch i for head h. The first split of block b is entry b; the only other kind is part
+// 0 of a pair behind another pair's end: entry blocks + pair.
+__device__ void plan_stretches(const Context& c) {
+  const PlanInputs& in = c.in;
+  const int heads = in.kv_heads, blocks = in.grid.clusters;
+  const int all = sum_before(c.before, in.num_seqs, [&](int s) { return c.steps[s]; });
+  const int fair = round_up(divide_up(all, blocks / heads), in.grid.warps);
+  const int stretch = max(max(fair, in.least_steps), in.grid.warps);
+  const int used = divide_up(all, stretch) * heads;
+  for (int block = used + threadIdx.x; block < blocks; block += kThreads) {
+    c.plan[block].seq = -1;
+    c.plan[block].empties = c.empties;
+  }
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  for (int s = warp; s < in.num_seqs; s += kWarps) {
+    const int start = c.before[s], steps = c.steps[s];
+    if (steps == 0) continue;
+    int after = s + 1;  // the next sequence that has a context
+    while (after < in.num_seqs && c.steps[after] == 0) ++after;
+    const int first = start / stretch, parts = (start + steps - 1) / stretch - first + 1;
+    for (int i = lane; i < parts * heads; i += 32) {
+      const int part = i / heads, head = i % heads;
+      const int begin = max(start, (first + part) * stretch), end = min(start + steps, (first + part + 1) * stretch);
+      const int block = (first + part) * heads + head;
+      const int entry = begin == (first + part) * stretch ? block : blocks + s * heads + head;
+      const bool is_last = end == min((first + part + 1) * stretch, all);
+      c.plan[entry] = {static_cast<int16_t>(s),
+                       static_cast<int16_t>(head),
+                       begin - start,
+                       end - start,
+                       in.context_lens[s],
+                       first * heads + head,
+                       static_cast<int16_t>(part),
+                       static_cast<int16_t>(parts),
+                       is_last ? -1 : blocks + after * heads + head,
+                       c.empties};
+    }
+  }
+}
+
+// ---- clusters: one part of one pair each
+
+__device__ __forceinline__ int parts_of(int steps, int size) { return divide_up(steps, size); }
+
+__device__ float cost(int size, int parts, int pairs, int all, const PlanInputs& in) {
+  const float share = static_cast<float>(all) / static_cast<float>(in.multiprocessors);
+  const float of_block = static_cast<float>(size) / static_cast<float>(in.grid.cluster);
+  return fmaxf(share + kImbalance * of_block, of_block / kAloneRate) + (parts > pairs ? kMergeParts : 0.0f);
+}
+
+// Steps of the largest part: the cheapest of cutting the longest context into 1 to 64 parts that all fit.
+__device__ int choose_size(const Context& c) {
+  __shared__ float costs[kCandidates];
+  __shared__ int sizes[kCandidates];
+  const PlanInputs& in = c.in;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int round = in.grid.cluster * in.grid.warps;  // all warps of a cluster take a step
+  int longest = 0, all = 0, pairs = 0;
+  for (int s = lane; s < in.num_seqs; s += 32) {
+    longest = max(longest, c.steps[s]);
+    all += c.steps[s];
+    pairs += c.steps[s] > 0 ? 1 : 0;
+  }
+  longest = __reduce_max_sync(kAll, longest);
+  all = __reduce_add_sync(kAll, all) * in.kv_heads;
+  pairs = __reduce_add_sync(kAll, pairs) * in.kv_heads;
+  for (int candidate = warp; candidate < kCandidates; candidate += kWarps) {
+    const int size = max(round_up(max(divide_up(longest, candidate + 1), in.least_steps), round), round);
+    int parts = 0;
+    for (int s = lane; s < in.num_seqs; s += 32) parts += parts_of(c.steps[s], size);
+    parts = __reduce_add_sync(kAll, parts) * in.kv_heads;
+    if (lane == 0) {
+      sizes[candidate] = size;
+      costs[candidate] = parts > in.grid.clusters ? FLT_MAX : cost(size, parts, pairs, all, in);
+    }
+  }
+  __syncthreads();
+  // The least, and among equals the least cut. Positive floats order as their bits do. Uncut always fits.
+  const unsigned lower = __float_as_uint(costs[lane]), upper = __float_as_uint(costs[lane + 32]);
+  const unsigned least = __reduce_min_sync(kAll, min(lower, upper));
+  return sizes[__reduce_min_sync(kAll, lower == least ? lane : upper == least ? lane + 32 : kCandidates)];
+}
+
+__device__ void plan_parts(const Context& c) {
+  const PlanInputs& in = c.in;
+  const int size = choose_size(c);
+  const int used = sum_before(c.before, in.num_seqs, [&](int s) { return parts_of(c.steps[s], size); }) * in.kv_heads;
+  for (int cluster = used + threadIdx.x; cluster < in.grid.clusters; cluster += kThreads) {
+    c.plan[cluster].seq = -1;
+    c.plan[cluster].empties = c.empties;
+  }
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  for (int s = warp; s < in.num_seqs; s += kWarps) {
+    const int parts = parts_of(c.steps[s], size);
+    for (int i = lane; i < parts * in.kv_heads; i += 32) {
+      const int head = i / parts, part = i % parts;
+      const int first = c.before[s] * in.kv_heads + head * parts;
+      const auto cut = [&](int at) { return static_cast<int>(static_cast<int64_t>(c.steps[s]) * at / parts); };
+      c.plan[first + part] = {
+          static_cast<int16_t>(s),    static_cast<int16_t>(head),  cut(part), cut(part + 1), in.context_lens[s], first,
+          static_cast<int16_t>(part), static_cast<int16_t>(parts), -1,        c.empties};
+    }
+  }
 }
 
 // One thread block. It never lets its successors start early, so whatever reads the plan finds it whole.
-__global__ void __launch_bounds__(kThreads) plan_kernel(const PlanInputs in, Split* plan) {
+__global__ void __launch_bounds__(kThreads) plan_kernel(const PlanInputs in, Split* plan, int* empty_seqs) {
   extern __shared__ int seq_arrays[];
-  int* steps = seq_arrays;            // [num_seqs]
-  int* splits = steps + in.num_seqs;  // [num_seqs]
-  __shared__ int longest_of[kWarps];
-  __shared__ int total_of[kWarps];
-  __shared__ float cost_of[kMaxCut];
-  __shared__ int size_of[kMaxCut];
-  const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
+  __shared__ int empties;
+  int* steps = seq_arrays;
+  if (threadIdx.x == 0) empties = 0;
   ptx::wait_for_previous_kernel();
-
-  int longest = 0, total = 0;
-  for (int s = thread; s < in.num_seqs; s += kThreads) {
+  __syncthreads();
+  for (int s = threadIdx.x; s < in.num_seqs; s += kThreads) {
     steps[s] = divide_up(max(in.context_lens[s], 0), kStepTokens);
-    longest = max(longest, steps[s]);
-    total += steps[s];
-  }
-  longest = __reduce_max_sync(kAll, longest);
-  total = __reduce_add_sync(kAll, total);
-  if (lane == 0) {
-    longest_of[warp] = longest;
-    total_of[warp] = total;
+    if (steps[s] == 0) empty_seqs[atomicAdd(&empties, 1)] = s;
   }
   __syncthreads();
-  longest = __reduce_max_sync(kAll, longest_of[lane]);
-  total = __reduce_add_sync(kAll, total_of[lane]);
-
-  // Each warp prices two ways of cutting.
-  for (int cut = warp + 1; cut <= kMaxCut; cut += kWarps) {
-    const int size = split_size(longest, in.cut > 0 ? in.cut : cut, in.grid);
-    int count = 0;
-    for (int s = lane; s < in.num_seqs; s += 32) count += splits_of(steps[s], size);
-    count = __reduce_add_sync(kAll, count) * in.kv_heads;
-    if (lane == 0) {
-      size_of[cut - 1] = size;
-      const int64_t all = static_cast<int64_t>(total) * in.kv_heads;
-      cost_of[cut - 1] = count > in.grid.capacity ? FLT_MAX : estimate(size, count, all, in);
-    }
-  }
-  __syncthreads();
-  // The cheapest, and among equals the least cut. Positive floats order as their bits do.
-  const unsigned lower = __float_as_uint(cost_of[lane]), upper = __float_as_uint(cost_of[lane + 32]);
-  const unsigned least = __reduce_min_sync(kAll, min(lower, upper));
-  const int best = __reduce_min_sync(kAll, lower == least ? lane : upper == least ? lane + 32 : kMaxCut);
-  // Uncut always fits: the plan has room for every pair.
-  const int size = least < __float_as_uint(FLT_MAX) ? size_of[best] : max(longest, 1);
-  for (int s = thread; s < in.num_seqs; s += kThreads) splits[s] = splits_of(steps[s], size);
-  __syncthreads();
-
-  int used = 0;
-  for (int s = thread; s < in.num_seqs; s += kThreads) used += splits[s];
-  used = __reduce_add_sync(kAll, used);
-  if (lane == 0) total_of[warp] = used;
-  __syncthreads();
-  used = __reduce_add_sync(kAll, total_of[lane]) * in.kv_heads;
-
-  // Largest first where blocks take several in turn. A warp a sequence: its place, then its entries.
-  const bool sorted = used > in.grid.clusters;
-  for (int s = warp; s < in.num_seqs; s += kWarps) {
-    const int mine = sorted ? divide_up(steps[s], splits[s]) : 0;
-    int before = 0;
-    for (int k = lane; k < in.num_seqs; k += 32) {
-      const int other = sorted ? divide_up(steps[k], splits[k]) : 0;
-      if (other > mine || (other == mine && k < s)) before += splits[k];
-    }
-    const int place = __reduce_add_sync(kAll, before) * in.kv_heads;
-    const int count = splits[s];
-    for (int i = lane; i < count * in.kv_heads; i += 32) {
-      const int head = i / count, part = i % count;
-      const int begin = static_cast<int>(static_cast<int64_t>(steps[s]) * part / count);
-      const int end = static_cast<int>(static_cast<int64_t>(steps[s]) * (part + 1) / count);
-      plan[place + i] = {s, head, begin, end, in.context_lens[s], place + head * count, count, 0};
-    }
-  }
-  for (int i = used + thread; i < in.grid.capacity; i += kThreads) plan[i].seq = -1;
+  const Context context{in, steps, steps + in.num_seqs, plan, empties};
+  in.grid.cluster == 1 ? plan_stretches(context) : plan_parts(context);
   __threadfence();
 }
 
-int resident_clusters(int head_dim, int warps, int cluster) {
+int resident_clusters(int head_dim, int cluster) {
   switch (head_dim) {
     case 64:
-      return DecodeKernels<64>::resident_clusters(warps, cluster);
+      return DecodeKernels<64>::resident_clusters(cluster);
     case 80:
-      return DecodeKernels<80>::resident_clusters(warps, cluster);
+      return DecodeKernels<80>::resident_clusters(cluster);
     case 96:
-      return DecodeKernels<96>::resident_clusters(warps, cluster);
+      return DecodeKernels<96>::resident_clusters(cluster);
     case 128:
-      return DecodeKernels<128>::resident_clusters(warps, cluster);
+      return DecodeKernels<128>::resident_clusters(cluster);
     default:
       throw OpError("paged_attention: head_dim must be 64, 80, 96 or 128");
   }
 }
 
-// Asking the driver takes longer than an op: remembered for each device and head_dim.
-struct Resident {
-  int blocks_of_4, blocks_of_8;  // single blocks of 4 and 8 warps
-  std::array<int, 3> clusters;   // of 8, 4 and 2 blocks; 0 where the device has no clusters
-};
+constexpr std::array<int, 4> kClusterSizes = {8, 4, 2, 1};
 
-constexpr std::array<int, 3> kClusterSizes = {8, 4, 2};
-
-const Resident& resident(int head_dim) {
+// Clusters of each size that run at once; 0 where the device has none. Asking the driver takes longer than an op, so
+// it is remembered for each device and head_dim.
+const std::array<int, 4>& resident(int head_dim) {
   static std::mutex mutex;
-  static std::array<std::array<Resident, 17>, 64> known;
+  static std::array<std::array<std::array<int, 4>, 17>, 64> known;
   const Device& device = current_device();
   const std::lock_guard lock(mutex);
-  Resident& of = known[device.id][std::clamp(head_dim / 8, 0, 16)];
-  if (of.blocks_of_8 == 0) {
-    of.blocks_of_4 = resident_clusters(head_dim, 4, 1);
+  std::array<int, 4>& of = known[device.id][std::clamp(head_dim / 8, 0, 16)];
+  if (of[3] == 0) {
     // Consumer cards of capability 12.x take the portable path, like those below 9.0.
     const bool has_clusters = device.capability >= 90 && device.capability < 120;
-    for (size_t i = 0; i < kClusterSizes.size(); ++i) {
-      of.clusters[i] = has_clusters ? resident_clusters(head_dim, 8, kClusterSizes[i]) : 0;
+    for (size_t i = 0; i < of.size(); ++i) {
+      of[i] = kClusterSizes[i] == 1 || has_clusters ? resident_clusters(head_dim, kClusterSizes[i]) : 0;
     }
-    of.blocks_of_8 = resident_clusters(head_dim, 8, 1);
   }
   return of;
 }
@@ -179,45 +248,50 @@ size_t aligned(size_t bytes) { return (bytes + 255) / 256 * 256; }
 }  // namespace
 
 DecodeGrid decode_grid(int num_seqs, int kv_heads, int head_dim) {
-  const Resident& fits = resident(head_dim);
+  const std::array<int, 4>& fits = resident(head_dim);
   const int pairs = num_seqs * kv_heads;
-  for (size_t i = 0; i < kClusterSizes.size(); ++i) {
-    if (pairs <= fits.clusters[i]) return {8, kClusterSizes[i], fits.clusters[i], fits.clusters[i]};
+  // The largest clusters that fit merge fastest. Smaller ones only where they use most of the device: single blocks use
+  // all of it, at the price of a merge through memory.
+  for (size_t i = 0; i < 3; ++i) {
+    const int cluster = kClusterSizes[i];
+    if (pairs <= fits[i] && (i == 0 || 10 * pairs * cluster >= 6 * fits[3])) return {8, cluster, fits[i]};
   }
-  const int warps = pairs <= fits.blocks_of_8 ? 8 : 4;
-  const int blocks = warps == 8 ? fits.blocks_of_8 : fits.blocks_of_4;
-  return {warps, 1, blocks, pairs + 3 * blocks};
+  const int single = std::max(fits[3] / kv_heads, 1) * kv_heads;  // a multiple of the heads: see plan_stretches
+  return {head_dim == 64 ? 4 : 8, 1, single};
 }
 
-DecodeWorkspace::DecodeWorkspace(const DecodeGrid& grid, int group, int head_dim) {
-  const size_t splits = static_cast<size_t>(grid.capacity);
-  require(splits * grid.cluster <= kTickets, "paged_attention: too many sequences times KV heads");
+DecodeWorkspace::DecodeWorkspace(const DecodeGrid& grid, int num_seqs, int kv_heads, int group, int head_dim) {
+  const auto clusters = static_cast<size_t>(grid.clusters);
+  require(clusters * grid.cluster <= kTickets, "paged_attention: more thread blocks than tickets");
   tickets = 0;
   plan = kTickets * sizeof(int);
-  stats = plan + aligned(splits * sizeof(Split));
-  outputs = stats + aligned(splits * grid.cluster * kMaxGroup * sizeof(float2));
-  bytes = outputs + aligned(splits * group * head_dim * sizeof(float));
+  empties = plan + aligned((clusters + static_cast<size_t>(num_seqs) * kv_heads) * sizeof(Split));
+  stats = empties + aligned(num_seqs * sizeof(int));
+  outputs = stats + aligned(2 * clusters * grid.cluster * kMaxGroup * sizeof(float2));
+  bytes = outputs + aligned(2 * clusters * group * head_dim * sizeof(float));
 }
 
 size_t paged_attention_workspace_bytes(int32_t max_seqs, int32_t q_heads, int32_t kv_heads, int32_t head_dim) {
   size_t bytes = 0;
   for (int seqs = 1; seqs <= max_seqs; ++seqs) {
     const DecodeGrid grid = decode_grid(seqs, kv_heads, head_dim);
-    bytes = std::max(bytes, DecodeWorkspace(grid, q_heads / kv_heads, head_dim).bytes);
+    bytes = std::max(bytes, DecodeWorkspace(grid, seqs, kv_heads, q_heads / kv_heads, head_dim).bytes);
   }
   return bytes;
 }
 
 void plan_decode(const DecodeGrid& grid, const PlanAttentionArgs& args) {
   require(args.num_seqs <= kMaxSeqs, "plan_attention: more than 4096 sequences");
-  require(args.cut >= 0 && args.cut <= kMaxCut, "plan_attention: cut must be from 0 to 64");
-  const DecodeWorkspace layout(grid, args.q_heads / args.kv_heads, args.head_dim);
+  const DecodeWorkspace layout(grid, args.num_seqs, args.kv_heads, args.q_heads / args.kv_heads, args.head_dim);
   require(args.workspace != nullptr && args.workspace_bytes >= layout.bytes, "plan_attention: workspace too small");
+  const int least_steps = (std::max(args.least_tokens, 0) + kStepTokens - 1) / kStepTokens;
   const PlanInputs inputs{args.context_lens, args.num_seqs, args.kv_heads, grid, current_device().multiprocessors,
-                          args.cut};
+                          least_steps};
   const size_t shared_bytes = 2 * sizeof(int) * static_cast<size_t>(args.num_seqs);
+  char* workspace = static_cast<char*>(args.workspace);
   launch_kernel("plan_attention", plan_kernel, {.grid = dim3(1), .block = dim3(kThreads), .shared_bytes = shared_bytes},
-                args.launch, inputs, reinterpret_cast<Split*>(static_cast<char*>(args.workspace) + layout.plan));
+                args.launch, inputs, reinterpret_cast<Split*>(workspace + layout.plan),
+                reinterpret_cast<int*>(workspace + layout.empties));
 }
 
 void plan_attention(const PlanAttentionArgs& args) {

@@ -1,6 +1,8 @@
 // How a decode step's attention is shared out: which part of which sequence each cluster of thread blocks reads.
 #pragma once
 
+#include <cuda_runtime.h>
+
 #include <cstdint>
 
 #include "octavo/paged_attention.h"
@@ -11,25 +13,27 @@ constexpr int kBlockTokens = 16;  // the pool's block size
 constexpr int kStepBlocks = 2;    // KV blocks a warp holds at once
 constexpr int kStepTokens = kBlockTokens * kStepBlocks;
 
-// Part of one sequence's context for one KV head, in steps of kStepTokens. Parts of a pair lie next to each other in
-// the plan, so that the last one to finish finds the others' partial results.
+// A stretch of one sequence's context for one KV head, in steps of kStepTokens: what a cluster reads at a time. The
+// context of a (sequence, KV head) pair may be cut into parts; part i is read by cluster `first` + i, of single blocks
+// by block `first` + i * kv_heads.
 struct alignas(16) Split {
-  int seq;  // -1: this and all that follow are empty
-  int kv_head;
+  int16_t seq;  // -1: none
+  int16_t kv_head;
   int begin;   // first step
-  int end;     // past the last step; may equal begin
+  int end;     // past the last step
   int length;  // tokens in the sequence's context
-  int first;   // index in the plan of the pair's first part
-  int count;   // parts of the pair
-  int unused;
+  int first;   // the cluster that reads the pair's first part
+  int16_t part;
+  int16_t parts;
+  int next;     // index in the plan of the cluster's next split; -1: none
+  int empties;  // sequences without context in the whole batch: their outputs are zeros
 };
 
 // The frozen side of a decode launch: from capacities and the device only.
 struct DecodeGrid {
   int warps;     // a thread block
   int cluster;   // thread blocks that read one split together and merge through distributed shared memory
-  int clusters;  // launched; each takes splits i, i + clusters, ... (one only, if cluster > 1)
-  int capacity;  // splits the plan has room for
+  int clusters;  // launched; single blocks may have several splits in turn
 };
 
 // The grid for a batch: one cluster a (sequence, KV head) where that fits, as large as it fits; else single blocks.
@@ -41,9 +45,15 @@ void plan_decode(const DecodeGrid& grid, const PlanAttentionArgs& args);
 // What lies in the workspace, as byte offsets. Tickets come first and have one place for every grid: they are zero
 // between launches, and nothing else may be written over them.
 struct DecodeWorkspace {
-  DecodeWorkspace(const DecodeGrid& grid, int group, int head_dim);
-  size_t tickets, plan, stats, outputs, bytes;
+  DecodeWorkspace(const DecodeGrid& grid, int num_seqs, int kv_heads, int group, int head_dim);
+  size_t tickets, plan, empties, stats, outputs, bytes;
 };
+
+// Where part `part` of a pair whose first part is cluster `first`'s leaves its partial result. A cluster has at most
+// two: of the pair it ends with, and of one that an earlier cluster began.
+__host__ __device__ constexpr int partial_slot(int first, int part, int apart) {
+  return part == 0 ? 2 * first + 1 : 2 * (first + part * apart);
+}
 
 constexpr int kMaxGroup = 8;  // query heads a KV head: the columns of an mma
 struct Decode {
@@ -56,11 +66,11 @@ struct Decode {
   const int* block_tables;
   int max_blocks;
   const Split* plan;
-  int capacity;
-  int* tickets;      // [capacity][cluster]
-  float2* stats;     // [capacity][cluster][kMaxGroup]
-  float4* outputs;   // [capacity][group * head_dim / 4]
-  float scale_log2;  // scale * log2(e): probabilities are powers of two
+  const int* empties;  // sequences without context
+  int* tickets;        // [clusters][cluster]
+  float2* stats;       // [2 clusters][cluster][kMaxGroup]
+  float4* outputs;     // [2 clusters][group * head_dim / 4]
+  float scale_log2;    // scale * log2(e): probabilities are powers of two
   int q_heads;
   int kv_heads;
   int group;
@@ -74,9 +84,11 @@ struct Decode {
 
 template <int kDim>
 struct DecodeKernels {
+  static constexpr int kClusterWarps = 8;
+  static constexpr int kSingleWarps = kDim == 64 ? 4 : 8;  // of a thread block in no cluster
   static void launch(DType dtype, const DecodeGrid& grid, const Decode& args, const Launch& launch);
   // Clusters of the kernel that the current device runs at once.
-  static int resident_clusters(int warps, int cluster);
+  static int resident_clusters(int cluster);
 };
 
 }  // namespace octavo::gpu

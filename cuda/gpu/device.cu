@@ -15,6 +15,12 @@ int attribute(cudaDeviceAttr name, int device) {
   return value;
 }
 
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+__device__ const int compiled_with_warpgroups = 1;
+#else
+__device__ const int compiled_with_warpgroups = 0;
+#endif
+
 __global__ void probe_kernel() {}
 
 // All kernels are compiled for the same architectures, so one tells which of them the driver has picked. Code for an
@@ -23,6 +29,12 @@ int compiled_capability() {
   cudaFuncAttributes attributes;
   check(cudaFuncGetAttributes(&attributes, probe_kernel), "cudaFuncGetAttributes");
   return attributes.ptxVersion;
+}
+
+bool has_warpgroups() {
+  int with = 0;
+  check(cudaMemcpyFromSymbol(&with, compiled_with_warpgroups, sizeof(with)), "cudaMemcpyFromSymbol");
+  return with != 0;
 }
 
 }  // namespace
@@ -36,7 +48,8 @@ const Device& current_device() {
   std::call_once(read[id], [id] {
     const int capability =
         10 * attribute(cudaDevAttrComputeCapabilityMajor, id) + attribute(cudaDevAttrComputeCapabilityMinor, id);
-    devices[id] = {id, attribute(cudaDevAttrMultiProcessorCount, id), std::min(capability, compiled_capability())};
+    devices[id] = {id, attribute(cudaDevAttrMultiProcessorCount, id), std::min(capability, compiled_capability()),
+                   has_warpgroups()};
   });
   return devices[id];
 }

@@ -23,6 +23,7 @@ struct Device {
   int id;
   int multiprocessors;
   int capability;  // 10 * major + minor that the kernels in use were compiled for: may be less than the device's own
+  bool has_warpgroups;  // they were compiled for sm_90a: warpgroup matrix instructions
 };
 
 const Device& current_device();

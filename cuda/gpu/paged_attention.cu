@@ -44,7 +44,7 @@ void decode(const Args& args, Decode decode) {
   const KvPool& pool = args.pool;
   const int group = checked_group(pool, args.q_heads);
   const DecodeGrid grid = decode_grid(args.num_seqs, pool.kv_heads, pool.head_dim);
-  const DecodeWorkspace layout(grid, group, pool.head_dim);
+  const DecodeWorkspace layout(grid, args.num_seqs, pool.kv_heads, group, pool.head_dim);
   require(args.workspace != nullptr && args.workspace_bytes >= layout.bytes, "paged_attention: workspace too small");
   Launch launch = args.launch;
   if (!args.planned) {
@@ -59,7 +59,7 @@ void decode(const Args& args, Decode decode) {
   decode.block_tables = args.block_tables;
   decode.max_blocks = args.max_blocks_per_seq;
   decode.plan = reinterpret_cast<const Split*>(workspace + layout.plan);
-  decode.capacity = grid.capacity;
+  decode.empties = reinterpret_cast<const int*>(workspace + layout.empties);
   decode.tickets = reinterpret_cast<int*>(workspace + layout.tickets);
   decode.stats = reinterpret_cast<float2*>(workspace + layout.stats);
   decode.outputs = reinterpret_cast<float4*>(workspace + layout.outputs);
@@ -76,6 +76,7 @@ void prefill(const PagedAttentionArgs& args) {
   const Prefill prefill{args.out,
                         args.query,
                         at_layer(pool, args.layer),
+                        args.layer,
                         pool.block_stride(),
                         pool.kv_stride(),
                         args.block_tables,
@@ -86,9 +87,8 @@ void prefill(const PagedAttentionArgs& args) {
                         args.scale * kLog2E,
                         args.q_heads,
                         group};
-  with_head_dim(pool.head_dim, [&]<int kDim>() {
-    PrefillKernels<kDim>::launch(pool.dtype, prefill, pool.kv_heads, args.num_tokens, args.launch);
-  });
+  with_head_dim(pool.head_dim,
+                [&]<int kDim>() { PrefillKernels<kDim>::launch(prefill, pool, args.num_tokens, args.launch); });
 }
 
 }  // namespace

@@ -10,7 +10,8 @@ namespace octavo::gpu {
 struct Prefill {
   void* out;
   const void* query;
-  const void* pool;      // at this layer
+  const void* pool;  // at this layer
+  int layer;
   int64_t block_stride;  // elements
   int64_t value_offset;  // elements from a block's keys to its values
   const int* block_tables;
@@ -25,7 +26,7 @@ struct Prefill {
 
 template <int kDim>
 struct PrefillKernels {
-  static void launch(DType dtype, const Prefill& args, int kv_heads, int num_tokens, const Launch& launch);
+  static void launch(const Prefill& args, const KvPool& pool, int num_tokens, const Launch& launch);
 };
 
 }  // namespace octavo::gpu

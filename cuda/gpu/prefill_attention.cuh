@@ -14,7 +14,8 @@
 
 #include "gpu/element.cuh"
 #include "gpu/launch.cuh"
-#include "gpu/prefill.cuh"
+#include "gpu/prefill_rows.cuh"
+#include "gpu/prefill_warpgroup.cuh"
 #include "gpu/ptx.cuh"
 
 namespace octavo::gpu {
@@ -41,10 +42,10 @@ class PrefillBlock {
       : args_(args), shared_(shared), lane_(threadIdx.x % 32), warp_(threadIdx.x / 32) {}
 
   __device__ __forceinline__ void run() {
-    if (!find_rows(blockIdx.x)) return;
-    const int tiles = (visible_ + kKeys - 1) / kKeys;
+    if (!rows_.find(args_, blockIdx.x)) return;
+    const int tiles = (rows_.visible + kKeys - 1) / kKeys;
     load_queries();
-    table_ = args_.block_tables + static_cast<int64_t>(seq_) * args_.max_blocks;
+    table_ = args_.block_tables + static_cast<int64_t>(rows_.seq) * args_.max_blocks;
     keys_ = static_cast<const T*>(args_.pool) + static_cast<int64_t>(blockIdx.y) * kBlock * kDim;
     int ids = block_ids(0);
     load_tile(shared_.key, keys_, 0, ids);
@@ -64,7 +65,7 @@ class PrefillBlock {
       ptx::commit_copies();
       float score[kTilesM][kKeys / 8][4] = {};
       scores(score);
-      if ((tile + 1) * kKeys > limit(0) + 1) mask(score, tile);
+      if ((tile + 1) * kKeys > rows_.limit(args_, 0) + 1) mask(score, tile);
       ptx::wait_for_copies<0>();
       __syncthreads();  // values are here; nobody reads the keys any more
       if (tile + 1 < tiles) {
@@ -92,66 +93,19 @@ class PrefillBlock {
   __device__ __forceinline__ int g() const { return lane_ / 4; }
   __device__ __forceinline__ int c() const { return lane_ % 4; }
 
-  // Which sequence and which of its rows are the block's: counts tiles over the sequences. False: none are left.
-  __device__ __forceinline__ bool find_rows(int tile) {
-    int before = 0;
-    for (int first = 0; first < args_.num_seqs; first += 32) {
-      const int seq = first + lane_;
-      int length = 0;
-      if (seq < args_.num_seqs) length = __ldg(args_.query_start + seq + 1) - __ldg(args_.query_start + seq);
-      const int count = (length * args_.group + kPrefillRows - 1) / kPrefillRows;
-      int through = count;  // inclusive prefix sum
-#pragma unroll
-      for (int lanes = 1; lanes < 32; lanes *= 2) {
-        const int lower = __shfl_up_sync(kAll, through, lanes);
-        if (lane_ >= lanes) through += lower;
-      }
-      const unsigned past = __ballot_sync(kAll, before + through > tile);
-      if (past == 0) {
-        before += __shfl_sync(kAll, through, 31);
-        continue;
-      }
-      const int owner = __ffs(past) - 1;
-      const int in_seq = tile - before - __shfl_sync(kAll, through - count, owner);
-      seq_ = first + owner;
-      query_len_ = __shfl_sync(kAll, length, owner);
-      // The last rows see the most keys: they start first.
-      first_row_ = (__shfl_sync(kAll, count, owner) - 1 - in_seq) * kPrefillRows;
-      first_token_ = __ldg(args_.query_start + seq_);
-      context_len_ = __ldg(args_.context_lens + seq_);
-      const int last = min(query_len_, (first_row_ + kPrefillRows - 1) / args_.group + 1) - 1;
-      visible_ = max(0, context_len_ - query_len_ + last + 1);
-      return true;
-    }
-    return false;
-  }
-
-  // The last key that the block's row may see.
-  __device__ __forceinline__ int limit(int row) const {
-    return context_len_ - query_len_ + (first_row_ + row) / args_.group;
-  }
-
-  // Global row of queries or outputs; the token may lie past the sequence's end.
-  __device__ __forceinline__ int64_t offset_of(int row, bool& valid) const {
-    const int token = (first_row_ + row) / args_.group;
-    const int head = blockIdx.y * args_.group + (first_row_ + row) % args_.group;
-    valid = token < query_len_;
-    return (static_cast<int64_t>(first_token_ + token) * args_.q_heads + head) * kDim;
-  }
-
   __device__ __forceinline__ void load_queries() {
     for (int i = threadIdx.x; i < kPrefillRows * kPieces; i += kThreads) {
       const int row = i / kPieces, piece = i % kPieces;
       bool valid;
-      const int64_t offset = offset_of(row, valid);
+      const int64_t offset = rows_.offset(args_, blockIdx.y, kDim, row, valid);
       const T* from = static_cast<const T*>(args_.query) + (valid ? offset : 0) + 8 * piece;
       ptx::copy_async(ptx::shared_address(&shared_.query[row][8 * piece]), from, valid);
     }
   }
 
   __device__ __forceinline__ int block_ids(int tile) const {
-    const int last = (context_len_ - 1) / kBlock;
-    return context_len_ > 0 ? __ldg(table_ + min(tile * (kKeys / kBlock) + lane_, last)) : 0;
+    const int last = (rows_.context_len - 1) / kBlock;
+    return rows_.context_len > 0 ? __ldg(table_ + min(tile * (kKeys / kBlock) + lane_, last)) : 0;
   }
 
   // Rows past the context are zeros: the pool holds anything there, NaN too.
@@ -163,7 +117,7 @@ class PrefillBlock {
       const int row = index / kPieces, piece = index % kPieces;
       const int id = __shfl_sync(kAll, ids, tile % kTilesATable * (kKeys / kBlock) + row / kBlock);
       const T* source = from + id * args_.block_stride + row % kBlock * kDim + 8 * piece;
-      ptx::copy_async(ptx::shared_address(&to[row][8 * piece]), source, tile * kKeys + row < context_len_);
+      ptx::copy_async(ptx::shared_address(&to[row][8 * piece]), source, tile * kKeys + row < rows_.context_len);
     }
   }
 
@@ -196,7 +150,7 @@ class PrefillBlock {
     for (int m = 0; m < kTilesM; ++m) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const int last = limit(warp_ * kRowsAWarp + m * 16 + half * 8 + g()) - tile * kKeys - 2 * c();
+        const int last = rows_.limit(args_, warp_ * kRowsAWarp + m * 16 + half * 8 + g()) - tile * kKeys - 2 * c();
 #pragma unroll
         for (int n = 0; n < kKeys / 8; ++n) {
           if (n * 8 > last) score[m][n][2 * half] = -INFINITY;
@@ -290,7 +244,7 @@ class PrefillBlock {
     for (int i = lane_; i < kRowsAWarp * kPieces; i += 32) {
       const int row = warp_ * kRowsAWarp + i / kPieces, piece = i % kPieces;
       bool valid;
-      const int64_t offset = offset_of(row, valid);
+      const int64_t offset = rows_.offset(args_, blockIdx.y, kDim, row, valid);
       if (!valid) continue;
       *reinterpret_cast<uint4*>(static_cast<T*>(args_.out) + offset + 8 * piece) =
           *reinterpret_cast<const uint4*>(&shared_.query[row][8 * piece]);
@@ -300,10 +254,7 @@ class PrefillBlock {
   const Prefill& args_;
   Shared& shared_;
   const int lane_, warp_;
-  int seq_, query_len_, context_len_;
-  int first_row_;    // of the sequence's rows: tokens times the group
-  int first_token_;  // of the sequence, in the batch
-  int visible_;      // keys that the block's last row sees
+  PrefillRows<kPrefillRows> rows_;
   const int* table_;
   const T* keys_;
 };
@@ -317,19 +268,24 @@ __global__ void __launch_bounds__(PrefillBlock<T, kDim>::kThreads, 2)
   PrefillBlock<T, kDim>(args, *reinterpret_cast<PrefillShared<T, kDim>*>(shared)).run();
 }
 
+template <class T, int kDim>
+void launch_portable_prefill(const Prefill& args, const KvPool& pool, int num_tokens, const Launch& launch) {
+  constexpr size_t kSharedBytes = sizeof(PrefillShared<T, kDim>);
+  allow_shared_bytes<prefill_kernel<T, kDim>>(kSharedBytes);
+  launch_kernel("paged_attention", prefill_kernel<T, kDim>,
+                {.grid = dim3(prefill_blocks(args, num_tokens, kPrefillRows), pool.kv_heads),
+                 .block = dim3(PrefillBlock<T, kDim>::kThreads),
+                 .shared_bytes = kSharedBytes},
+                launch, args);
+}
+
 template <int kDim>
-void PrefillKernels<kDim>::launch(DType dtype, const Prefill& args, int kv_heads, int num_tokens,
-                                  const Launch& launch) {
-  with_element(dtype, [&]<class T>(T) {
-    constexpr size_t kSharedBytes = sizeof(PrefillShared<T, kDim>);
-    allow_shared_bytes<prefill_kernel<T, kDim>>(kSharedBytes);
-    // As many tiles as there can be; those past the last find nothing to do.
-    const int64_t rows = static_cast<int64_t>(num_tokens) * args.group;
-    const unsigned tiles = static_cast<unsigned>(rows / kPrefillRows + args.num_seqs);
-    launch_kernel(
-        "paged_attention", prefill_kernel<T, kDim>,
-        {.grid = dim3(tiles, kv_heads), .block = dim3(PrefillBlock<T, kDim>::kThreads), .shared_bytes = kSharedBytes},
-        launch, args);
+void PrefillKernels<kDim>::launch(const Prefill& args, const KvPool& pool, int num_tokens, const Launch& launch_on) {
+  with_element(pool.dtype, [&]<class T>(T) {
+    if constexpr (kDim % 64 == 0) {
+      if (current_device().has_warpgroups) return launch_warpgroup_prefill<T, kDim>(args, pool, num_tokens, launch_on);
+    }
+    launch_portable_prefill<T, kDim>(args, pool, num_tokens, launch_on);
   });
 }
 

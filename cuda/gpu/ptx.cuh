@@ -111,6 +111,46 @@ __device__ __forceinline__ int take_ticket(int* counter) {
 }
 
 #if __CUDA_ARCH__ >= 900
+// Barriers in shared memory that count arrivals and bytes. A phase ends when all have come; waiting is for its parity.
+__device__ __forceinline__ void init_barrier(uint32_t barrier, uint32_t arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0],%1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+__device__ __forceinline__ void arrive(uint32_t barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _,[%0];" ::"r"(barrier) : "memory");
+}
+__device__ __forceinline__ void arrive_expecting(uint32_t barrier, uint32_t bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _,[%0],%1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+
+// Traps rather than hangs if the phase never ends.
+__device__ __forceinline__ void wait_for_phase(uint32_t barrier, uint32_t parity) {
+  for (int attempt = 0; attempt < (1 << 24); ++attempt) {
+    uint32_t done;
+    asm volatile(
+        "{\n\t.reg .pred complete;\n\t"
+        "mbarrier.try_wait.parity.shared::cta.b64 complete,[%1],%2;\n\t"
+        "selp.u32 %0,1,0,complete;\n\t}"
+        : "=r"(done)
+        : "r"(barrier), "r"(parity)
+        : "memory");
+    if (done) return;
+  }
+  __trap();
+}
+
+// Orders ordinary stores to shared memory before its use by tensor copies and warpgroup matrix instructions.
+__device__ __forceinline__ void publish_shared_stores() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// A box of a five-axis tensor map to shared memory; its bytes arrive at `barrier`.
+__device__ __forceinline__ void copy_box(uint32_t to, const void* map, int c0, int c1, int c2, int c3, int c4,
+                                         uint32_t barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
+      "[%0],[%1,{%2,%3,%4,%5,%6}],[%7];" ::"r"(to),
+      "l"(map), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4), "r"(barrier)
+      : "memory");
+}
+
 // Thread-block clusters and their shared memory.
 __device__ __forceinline__ uint32_t cluster_rank() {
   uint32_t rank;

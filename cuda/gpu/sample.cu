@@ -7,6 +7,7 @@
 #include "octavo/sample.h"
 
 #include <algorithm>
+#include <cstring>
 
 #include "gpu/element.cuh"
 #include "gpu/launch.cuh"
@@ -32,20 +33,25 @@ struct Sample {
 
 __device__ __forceinline__ float lowest() { return -INFINITY; }
 
-// Eight logits from `id` on; past the vocabulary -inf.
+// Eight logits as they lie in memory.
 template <class T>
-__device__ __forceinline__ void load_logits(float (&x)[8], const T* row, int id, int vocab, bool aligned) {
-  if (aligned && id + 8 <= vocab) {
-    if constexpr (sizeof(T) == 4) {
-      reinterpret_cast<float4&>(x[0]) = *reinterpret_cast<const float4*>(row + id);
-      reinterpret_cast<float4&>(x[4]) = *reinterpret_cast<const float4*>(row + id + 4);
-    } else {
-      unpack<T>(x, *reinterpret_cast<const Eight*>(row + id));
-    }
-    return;
+struct alignas(16) Raw {
+  uint4 words[sizeof(T) / 2];
+};
+
+template <class T>
+__device__ __forceinline__ void unpack_logits(float (&x)[8], const Raw<T>& raw) {
+  if constexpr (sizeof(T) == 4) {
+    memcpy(x, &raw, sizeof(x));
+  } else {
+    unpack<T>(x, reinterpret_cast<const Eight&>(raw));
   }
+}
+
+template <class T>
+__device__ __forceinline__ void load_one_by_one(float (&x)[8], const T* row, int id, int end) {
 #pragma unroll
-  for (int k = 0; k < 8; ++k) x[k] = id + k < vocab ? static_cast<float>(row[id + k]) : lowest();
+  for (int k = 0; k < 8; ++k) x[k] = id + k < end ? static_cast<float>(row[id + k]) : lowest();
 }
 
 // The larger score wins, and of equal ones the lower id.
@@ -112,28 +118,48 @@ struct Best {
   __device__ uint64_t pack() const { return !usable ? kUnusable : id < 0 ? 0 : packed(score, id); }
 };
 
-// Calls f(logits[8], first id) over [begin, end) of a row; `begin` is a multiple of 8.
+// Calls f(logits[8], first id) over [begin, end) of a row, in all threads equally often: past the end with -inf.
+// `begin` is a multiple of 8. Several loads of a thread are in flight at once.
 template <class T, class F>
-__device__ __forceinline__ void for_each_eight(const T* row, int begin, int end, int vocab, bool aligned, const F& f) {
-  for (int id = begin + 8 * threadIdx.x; id < end; id += 8 * kThreads) {
-    float x[8];
-    load_logits(x, row, id, vocab, aligned);
-    f(x, id);
+__device__ __forceinline__ void for_each_eight(const T* row, int begin, int end, bool aligned, const F& f) {
+  constexpr int kAtOnce = sizeof(T) == 4 ? 2 : 4;
+  constexpr int kStride = 8 * kThreads;
+  for (int first = begin; first < end; first += kAtOnce * kStride) {
+    Raw<T> raw[kAtOnce];
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      const int id = first + i * kStride + 8 * threadIdx.x;
+      if (aligned && id + 8 <= end) raw[i] = *reinterpret_cast<const Raw<T>*>(row + id);
+    }
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      if (first + i * kStride >= end) break;
+      const int id = first + i * kStride + 8 * threadIdx.x;
+      float x[8];
+      if (aligned && id + 8 <= end) {
+        unpack_logits(x, raw[i]);
+      } else {
+        load_one_by_one(x, row, id, end);
+      }
+      f(x, id);
+    }
   }
 }
 
-// Adds the noise of four scores and offers them. Most are turned down before the noise is worked out exactly: the
-// noise is at most 22.9, and no more than -log(uniform).
+// Adds the noise of four scores and offers them. Most are turned down before the noise is worked out exactly: it is at
+// most 22.9, and no more than -log(uniform). `bound` is a score that some thread has reached.
 template <class Keep>
-__device__ __forceinline__ void offer_noisy(Best& best, const float* scores, int id, const Row& row, const Keep& keep) {
+__device__ __forceinline__ void offer_noisy(Best& best, float bound, const float* scores, int id, const Row& row,
+                                            const Keep& keep) {
   const float highest = fmaxf(fmaxf(scores[0], scores[1]), fmaxf(scores[2], scores[3]));
-  if (!(highest + 23.0f > best.score)) return;
+  if (!(highest + 23.0f > bound)) return;
   const FourWords words = philox(row.seed, row.position, static_cast<uint32_t>(id) / 4);
 #pragma unroll
   for (int k = 0; k < 4; ++k) {
     if (scores[k] == lowest()) continue;
-    const float limit = __expf(scores[k] - best.score) * 1.001f;
-    if (best.id >= 0 && !(uniform(words.word[k]) <= limit)) continue;
+    // exp(score - bound), with a margin for what is not exact here. No bound yet: infinity.
+    const float limit = bound == lowest() ? INFINITY : __expf(scores[k] - bound) * 1.001f;
+    if (!(uniform(words.word[k]) <= limit)) continue;
     if (keep(scores[k])) best.offer(__fadd_rn(scores[k], gumbel(words.word[k])), id + k);
   }
 }
@@ -142,7 +168,8 @@ template <class T, class Keep>
 __device__ uint64_t best_of(const T* logits, int begin, int end, const Sample& sample, const Row& row,
                             const Keep& keep) {
   Best best;
-  for_each_eight(logits, begin, end, sample.args.vocab, sample.aligned, [&](float (&x)[8], int id) {
+  float bound = lowest();
+  for_each_eight(logits, begin, end, sample.aligned, [&](float (&x)[8], int id) {
 #pragma unroll
     for (int k = 0; k < 8; ++k) best.usable &= x[k] < INFINITY;  // false for NaN too
     if (row.greedy()) {
@@ -152,8 +179,9 @@ __device__ uint64_t best_of(const T* logits, int begin, int end, const Sample& s
     }
 #pragma unroll
     for (int k = 0; k < 8; ++k) x[k] = row.score(x[k]);
-    offer_noisy(best, x, id, row, keep);
-    offer_noisy(best, x + 4, id + 4, row, keep);
+    offer_noisy(best, bound, x, id, row, keep);
+    offer_noisy(best, fmaxf(bound, best.score), x + 4, id + 4, row, keep);
+    bound = value_of_key(__reduce_max_sync(kAll, ordered_key(best.score)));
   });
   return block_reduce(best.pack(), [](uint64_t a, uint64_t b) { return a > b ? a : b; });
 }
@@ -230,7 +258,7 @@ __device__ float reach(const T* logits, const Sample& sample, const Row& row, fl
   for (int round = 0; round < 3; ++round) {
     const int next = shift - kDigits[round];
     shared.histogram.clear();
-    for_each_eight(logits, 0, vocab, vocab, sample.aligned, [&](float (&x)[8], int) {
+    for_each_eight(logits, 0, vocab, sample.aligned, [&](float (&x)[8], int) {
 #pragma unroll
       for (int k = 0; k < 8; ++k) {
         const float score = row.score(x[k]);
@@ -253,7 +281,7 @@ __device__ uint64_t best_of_filtered(const T* logits, const Sample& sample, cons
   __shared__ FilterShared shared;
   const int vocab = sample.args.vocab;
   float highest = lowest();
-  for_each_eight(logits, 0, vocab, vocab, sample.aligned, [&](float (&x)[8], int) {
+  for_each_eight(logits, 0, vocab, sample.aligned, [&](float (&x)[8], int) {
 #pragma unroll
     for (int k = 0; k < 8; ++k) highest = fmaxf(highest, row.score(x[k]));
   });

@@ -1,8 +1,6 @@
 // Bias, QK-norm, RoPE, and the write of K and V into the pool. Floor: the qkv row read once and written once.
-// Half a warp takes one head of one token, eight elements a lane; the other element of a rotated pair comes from the
-// lane that holds it. All heads of a token share a thread block, so its cosines and sines are read from L1.
-#include <algorithm>
-
+// Half a warp takes a head of a token, eight elements a lane; the other element of a rotated pair comes from the lane
+// that holds it. Where there are many tokens it takes four heads at once, to have four times as much in flight.
 #include "gpu/element.cuh"
 #include "gpu/launch.cuh"
 #include "gpu/ptx.cuh"
@@ -12,7 +10,8 @@ namespace octavo::gpu {
 namespace {
 
 constexpr int kLanes = 16;  // of one head: head_dim up to 128
-constexpr int kMaxThreads = 256;
+constexpr int kThreads = 256;
+constexpr int kManyRows = 8192;  // (token, head) pairs from which on a half warp takes four
 constexpr unsigned kAll = ~0u;
 
 struct WriteKv {
@@ -67,56 +66,61 @@ __device__ void rotate(float (&x)[8], const float4* cos_sin, int rotary_dim, int
   for (int k = 0; k < 8; ++k) x[k] = x[k] * cosine[k] + (first ? -other[k] : other[k]) * sine[k];
 }
 
-// Thread block: one token, in strides of gridDim.x.
-template <class T>
-__global__ void __launch_bounds__(kMaxThreads) write_kv_kernel(const __grid_constant__ WriteKv args, int num_tokens) {
+// Row r is head r % heads of token r / heads; a half warp has kRows that follow each other.
+template <class T, int kRows>
+__global__ void __launch_bounds__(kThreads) write_kv_kernel(const __grid_constant__ WriteKv args, int num_rows) {
   ptx::let_next_kernel_start();
   const int piece = threadIdx.x % kLanes;
-  const bool active = piece < args.pieces;
   const int heads = args.q_heads + 2 * args.kv_heads;
-  const int heads_at_once = blockDim.x / kLanes;
+  const int first = (blockIdx.x * (kThreads / kLanes) + threadIdx.x / kLanes) * kRows;
   ptx::wait_for_previous_kernel();
-  for (int token = blockIdx.x; token < num_tokens; token += gridDim.x) {
-    const int64_t slot = args.slots[token];
-    const float4* cos_sin = args.cos_sin + static_cast<int64_t>(args.positions[token]) * (args.rotary_dim / 4);
-    // Both halves of a warp run the same number of rounds: they shuffle together.
-    for (int first = 0; first < heads; first += heads_at_once) {
-      const int head = first + threadIdx.x / kLanes;
-      const bool here = active && head < heads;
-      const bool is_query = head < args.q_heads;
-      const bool is_value = head >= args.q_heads + args.kv_heads;
-      const int64_t in_row = static_cast<int64_t>(head) * args.pieces + piece;
-      float x[8] = {};
-      if (here) unpack<T>(x, args.qkv[token * args.row_pieces + in_row]);
-      if (here && args.bias != nullptr) {
-        float bias[8];
-        unpack<T>(bias, args.bias[in_row]);
+
+  Eight raw[kRows];
+  int64_t slot[kRows];
+  int position[kRows];
 #pragma unroll
-        for (int k = 0; k < 8; ++k) x[k] += bias[k];
-      }
-      float turned[8];
+  for (int i = 0; i < kRows; ++i) {
+    const int row = min(first + i, num_rows - 1);
+    const int token = row / heads, head = row % heads;
+    const bool here = first + i < num_rows && piece < args.pieces;
+    raw[i] = here ? args.qkv[token * args.row_pieces + head * args.pieces + piece] : Eight{};
+    slot[i] = args.slots[token];
+    position[i] = args.positions[token];
+  }
 #pragma unroll
-      for (int k = 0; k < 8; ++k) turned[k] = x[k];
-      const Eight* norm_weight = is_query ? args.q_norm_weight : args.k_norm_weight;
-      if (args.q_norm_weight != nullptr || args.k_norm_weight != nullptr) {
-        float normed[8];
+  for (int i = 0; i < kRows; ++i) {
+    // Rows past the end go along to the shuffles, as both halves of a warp shuffle together.
+    const int row = min(first + i, num_rows - 1);
+    const int token = row / heads, head = row % heads;
+    const bool here = first + i < num_rows && piece < args.pieces;
+    const bool is_query = head < args.q_heads;
+    const bool is_value = head >= args.q_heads + args.kv_heads;
+    float x[8];
+    unpack<T>(x, raw[i]);
+    if (here && args.bias != nullptr) {
+      float bias[8];
+      unpack<T>(bias, args.bias[head * args.pieces + piece]);
 #pragma unroll
-        for (int k = 0; k < 8; ++k) normed[k] = x[k];
-        const bool wanted = norm_weight != nullptr;
-        normalise<T>(normed, here && wanted ? norm_weight[piece] : Eight{}, args.norm_eps, args.pieces * 8, here);
+      for (int k = 0; k < 8; ++k) x[k] += bias[k];
+    }
+    float turned[8];
 #pragma unroll
-        for (int k = 0; k < 8; ++k) turned[k] = wanted ? normed[k] : turned[k];
-      }
-      rotate(turned, cos_sin, args.rotary_dim, piece);
-      if (!here) continue;
-      if (is_query) {
-        args.query_out[(static_cast<int64_t>(token) * args.q_heads + head) * args.pieces + piece] = pack<T>(turned);
-      } else if (slot >= 0) {
-        // Keys and values of a layer lie head after head: [2][kv_heads][block_size][head_dim].
-        const int64_t row = static_cast<int64_t>(head - args.q_heads) * args.block_size + slot % args.block_size;
-        args.pool[slot / args.block_size * args.block_pieces + row * args.pieces + piece] =
-            is_value ? pack<T>(x) : pack<T>(turned);
-      }
+    for (int k = 0; k < 8; ++k) turned[k] = x[k];
+    if (args.q_norm_weight != nullptr || args.k_norm_weight != nullptr) {
+      const Eight* weight = is_query ? args.q_norm_weight : args.k_norm_weight;
+      normalise<T>(turned, here && weight != nullptr ? weight[piece] : Eight{}, args.norm_eps, args.pieces * 8, here);
+#pragma unroll
+      for (int k = 0; k < 8; ++k) turned[k] = weight != nullptr ? turned[k] : x[k];
+    }
+    rotate(turned, args.cos_sin + static_cast<int64_t>(position[i]) * (args.rotary_dim / 4), args.rotary_dim, piece);
+    if (!here) continue;
+    if (is_query) {
+      args.query_out[(static_cast<int64_t>(token) * args.q_heads + head) * args.pieces + piece] = pack<T>(turned);
+    } else if (slot[i] >= 0) {
+      // Keys and values of a layer lie head after head: [2][kv_heads][block_size][head_dim].
+      const int64_t block = slot[i] / args.block_size;
+      const int64_t in_block = (head - args.q_heads) * args.block_size + slot[i] % args.block_size;
+      args.pool[block * args.block_pieces + in_block * args.pieces + piece] = is_value ? pack<T>(x) : pack<T>(turned);
     }
   }
 }
@@ -148,11 +152,14 @@ void write_kv(const WriteKvArgs& args) {
                             pool.kv_heads,
                             pool.block_size,
                             pool.head_dim / 8};
-  const int heads = args.q_heads + 2 * pool.kv_heads;
-  const int threads = std::min(kMaxThreads, (heads * kLanes + 31) / 32 * 32);
+  const int64_t num_rows = static_cast<int64_t>(args.num_tokens) * (args.q_heads + 2 * pool.kv_heads);
+  require(num_rows < (int64_t{1} << 31), "write_kv: too many tokens");
+  const int a_half_warp = num_rows >= kManyRows ? 4 : 1;
+  const int64_t a_block = a_half_warp * (kThreads / kLanes);
   with_element(pool.dtype, [&]<class T>(T) {
-    launch_kernel("write_kv", write_kv_kernel<T>, {.grid = dim3(args.num_tokens), .block = dim3(threads)}, args.launch,
-                  device_args, args.num_tokens);
+    launch_kernel("write_kv", a_half_warp == 4 ? write_kv_kernel<T, 4> : write_kv_kernel<T, 1>,
+                  {.grid = dim3(static_cast<unsigned>((num_rows + a_block - 1) / a_block)), .block = dim3(kThreads)},
+                  args.launch, device_args, static_cast<int>(num_rows));
   });
 }
 

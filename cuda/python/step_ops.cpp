@@ -34,7 +34,7 @@ T* vector(const char* op, const char* name, const OptionalTensor& tensor, Scalar
 }
 
 void plan_attention(const Tensor& context_lens, int32_t q_heads, int32_t kv_heads, int32_t head_dim,
-                    const Tensor& workspace, uintptr_t stream, int32_t cut, bool pdl) {
+                    const Tensor& workspace, uintptr_t stream, int32_t least_tokens, bool pdl) {
   const char* op = "plan_attention";
   View lens_view(op, "context_lens", context_lens);
   View workspace_view(op, "workspace", workspace);
@@ -47,7 +47,7 @@ void plan_attention(const Tensor& context_lens, int32_t q_heads, int32_t kv_head
                                q_heads,
                                kv_heads,
                                head_dim,
-                               cut,
+                               least_tokens,
                                workspace_view.data(),
                                static_cast<size_t>(workspace_view.size(0)),
                                launch_on(stream, pdl)};
@@ -219,7 +219,7 @@ void sample(const Tensor& tokens, const Tensor& logits, const OptionalTensor& te
 
 void init_step_ops(nb::module_& module) {
   module.def("plan_attention", plan_attention, "context_lens"_a, "q_heads"_a, "kv_heads"_a, "head_dim"_a, "workspace"_a,
-             "stream"_a, "cut"_a = 0, "pdl"_a = false);
+             "stream"_a, "least_tokens"_a = 0, "pdl"_a = false);
   module.def("decode_attention", decode_attention, "out"_a, "qkv"_a, "kv_pool"_a, "layer"_a, "block_tables"_a,
              "context_lens"_a, "cos_sin"_a, "scale"_a, "workspace"_a, "bias"_a.none(), "q_norm"_a.none(),
              "k_norm"_a.none(), "norm_eps"_a, "stream"_a, "planned"_a = false, "pdl"_a = false);

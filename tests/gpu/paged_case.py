@@ -40,12 +40,14 @@ class PagedCase:
         size = ops.paged_attention_workspace_bytes(rows, q_heads, self.pool.shape[3], head_dim)
         return torch.zeros(size, dtype=torch.uint8, device=DEVICE)
 
-    def attend(self, workspace: Tensor, *, cut: int | None = None, pdl: bool = False) -> Tensor:
-        """The op's output, over a poisoned buffer. cut: plan with this many parts first."""
+    def attend(self, workspace: Tensor, *, least_tokens: int | None = None, pdl: bool = False) -> Tensor:
+        """The op's output, over a poisoned buffer. least_tokens: plan with it first."""
         _, q_heads, head_dim = self.query.shape
         out = torch.full_like(self.query, float("nan"))
-        if cut is not None:
-            ops.plan_attention(self.context_lens, q_heads, self.pool.shape[3], head_dim, workspace, cut=cut, pdl=pdl)
+        if least_tokens is not None:
+            ops.plan_attention(
+                self.context_lens, q_heads, self.pool.shape[3], head_dim, workspace, least_tokens=least_tokens, pdl=pdl
+            )
         ops.paged_attention(
             out,
             self.query,
@@ -57,7 +59,7 @@ class PagedCase:
             max_query_len=max(self.query_lens),
             scale=self.scale,
             workspace=workspace,
-            planned=cut is not None,
+            planned=least_tokens is not None,
             pdl=pdl,
         )
         return out

@@ -37,7 +37,7 @@ struct PlanAttentionArgs {
   int32_t q_heads;
   int32_t kv_heads;
   int32_t head_dim;
-  int32_t cut;  // 0: chosen on the device; 1..64: parts the longest sequence is cut into, where they fit (for tests)
+  int32_t least_tokens;  // of a context that a thread block reads on its own; 0: chosen on the device (else for tests)
   void* workspace;
   size_t workspace_bytes;
   Launch launch;
