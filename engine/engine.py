@@ -26,10 +26,11 @@ from engine.run.block_moves import BlockMover
 from engine.run.cuda_runner import GRAPH_BYTES, CudaRunner, profile_largest_step
 from engine.run.kv_pool import allocate_pool, cpu_pool_blocks, cuda_pool_blocks
 from engine.run.runner import EagerRunner
+from engine.schedule.admission import SchedulerLimits
 from engine.schedule.forecast import OutputForecast
 from engine.schedule.preemption import PreemptionCost
 from engine.schedule.residency import Residency
-from engine.schedule.scheduler import Scheduler, SchedulerLimits
+from engine.schedule.scheduler import Scheduler
 from engine.text.tokenizer import Tokenizer
 from engine.types import (
     CandidateFinish,

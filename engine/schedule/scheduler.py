@@ -13,6 +13,7 @@ import secrets
 from dataclasses import dataclass
 
 from engine.errors import EngineError
+from engine.schedule.admission import SchedulerLimits, refusal
 from engine.schedule.forecast import Demand, OutputForecast
 from engine.schedule.plan import ScheduledSequence, StepOutcome, StepPlan
 from engine.schedule.policy import Policy, PriorityWithAgeing
@@ -36,20 +37,6 @@ from engine.types import (
 
 _MAX_SKIPS = 32  # a sequence that blocks cannot be found for is overtaken at most so often
 _SKIP_WINDOW = 8  # and by one of the next so many only
-
-
-@dataclass(frozen=True, slots=True)
-class SchedulerLimits:
-    """max_context_tokens: prompt + output of one sequence; never more than the pool holds, so that the head of the
-    queue can always run alone. watermark_blocks: kept free when admitting beside running sequences, against preemption
-    storms."""
-
-    max_num_seqs: int
-    max_batched_tokens: int
-    max_context_tokens: int
-    max_queued_requests: int
-    max_queued_tokens: int
-    watermark_blocks: int = 0
 
 
 @dataclass(slots=True)
@@ -100,7 +87,10 @@ class Scheduler:
 
     def submit(self, request: GenerationRequest, now: float, constraint: Constraint | None = None) -> None:
         """Queues a request, or refuses it with a RequestFailed event. constraint: of the request's grammar."""
-        if self._refused(request):
+        live = request.request_id in self._groups
+        refused = refusal(request, self.limits, live, self.num_queued_requests, self._queued_prompt_tokens)
+        if refused is not None:
+            self._events.append(refused)
             return
         group = RequestGroup(
             request=request,
@@ -293,42 +283,6 @@ class Scheduler:
                 self._scoring.discard(group.request_id)
 
     # -- admission -----------------------------------------------------------------------------------------------------
-
-    def _refused(self, request: GenerationRequest) -> bool:
-        refusal = self._refusal(request)
-        if refusal is not None:
-            self._events.append(refusal)
-        return refusal is not None
-
-    def _refusal(self, request: GenerationRequest) -> RequestFailed | None:
-        prompt, limit = len(request.prompt_token_ids), self.limits.max_context_tokens
-        name = request.request_id
-        if name in self._groups:
-            return RequestFailed(name, FailureKind.INVALID, "request id is already live", field="request_id")
-        if not prompt:
-            return RequestFailed(name, FailureKind.INVALID, "prompt is empty", field="prompt")
-        if request.sampling.n < 1:
-            return RequestFailed(name, FailureKind.INVALID, "n must be at least 1", field="sampling.n")
-        if request.stop.max_tokens is not None and request.stop.max_tokens < 1:
-            return RequestFailed(name, FailureKind.INVALID, "max_tokens must be at least 1", field="stop.max_tokens")
-        if prompt >= limit:
-            return RequestFailed(
-                name,
-                FailureKind.PROMPT_TOO_LONG,
-                f"prompt has {prompt} tokens; at most {limit - 1} fit a context of {limit} with one token of output",
-                field="prompt",
-                details={
-                    "prompt_tokens": str(prompt),
-                    "max_prompt_tokens": str(limit - 1),
-                    "max_context_tokens": str(limit),
-                },
-            )
-        queued, tokens = self.num_queued_requests, self._queued_prompt_tokens
-        if queued >= self.limits.max_queued_requests or tokens + prompt > self.limits.max_queued_tokens:
-            return RequestFailed(
-                name, FailureKind.QUEUE_FULL, f"queue is full: {queued} requests, {tokens} prompt tokens wait"
-            )
-        return None
 
     def _new_sequence(self, group: RequestGroup, candidate: int) -> Sequence:
         request = group.request

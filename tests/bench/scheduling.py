@@ -8,9 +8,10 @@ import time
 from engine.config import AllocatorKind
 from engine.kv.allocator import make_allocator
 from engine.kv.block_table import BlockTables
+from engine.schedule.admission import SchedulerLimits
 from engine.schedule.plan import StepOutcome
 from engine.schedule.residency import Residency
-from engine.schedule.scheduler import Scheduler, SchedulerLimits
+from engine.schedule.scheduler import Scheduler
 from engine.types import GenerationRequest, StopCriteria
 
 SEQUENCES = 256

@@ -12,12 +12,13 @@ from engine.kv.block_table import BlockTables
 from engine.kv.prefix_index import HashFunction, PrefixIndex, hash64
 from engine.kv.swap import SwapSpace
 from engine.loop import StepLoop
+from engine.schedule.admission import SchedulerLimits
 from engine.schedule.forecast import OutputForecast
 from engine.schedule.plan import StepOutcome, StepPlan
 from engine.schedule.policy import Policy
 from engine.schedule.preemption import PreemptionCost
 from engine.schedule.residency import Residency
-from engine.schedule.scheduler import Scheduler, SchedulerLimits
+from engine.schedule.scheduler import Scheduler
 from engine.types import Event, GenerationRequest, RequestFinished, StopCriteria, TokensGenerated
 
 VOCABULARY = 1000

@@ -1,0 +1,55 @@
+"""Whether a request may wait at all: what could never fit, and what the queue has no room for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from engine.types import FailureKind, GenerationRequest, RequestFailed
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerLimits:
+    """max_context_tokens: prompt + output of one sequence; never more than the pool holds, so that the head of the
+    queue can always run alone. watermark_blocks: kept free when admitting beside running sequences, against
+    preemption storms."""
+
+    max_num_seqs: int
+    max_batched_tokens: int
+    max_context_tokens: int
+    max_queued_requests: int
+    max_queued_tokens: int
+    watermark_blocks: int = 0
+
+
+def refusal(
+    request: GenerationRequest, limits: SchedulerLimits, live: bool, queued: int, queued_tokens: int
+) -> RequestFailed | None:
+    """Why a request cannot be queued, or None. `live`: its id is in use; `queued` requests with `queued_tokens` prompt
+    tokens wait already. A prompt needs room for one token of output."""
+    name, prompt, limit = request.request_id, len(request.prompt_token_ids), limits.max_context_tokens
+    problem = _malformed(request, live)
+    if problem is not None:
+        field, message = problem
+        return RequestFailed(name, FailureKind.INVALID, message, field=field)
+    if prompt >= limit:
+        message = f"prompt has {prompt} tokens; at most {limit - 1} fit a context of {limit} with one token of output"
+        numbers = {"prompt_tokens": prompt, "max_prompt_tokens": limit - 1, "max_context_tokens": limit}
+        details = {key: str(value) for key, value in numbers.items()}
+        return RequestFailed(name, FailureKind.PROMPT_TOO_LONG, message, field="prompt", details=details)
+    if queued >= limits.max_queued_requests or queued_tokens + prompt > limits.max_queued_tokens:
+        message = f"queue is full: {queued} requests, {queued_tokens} prompt tokens wait"
+        return RequestFailed(name, FailureKind.QUEUE_FULL, message)
+    return None
+
+
+def _malformed(request: GenerationRequest, live: bool) -> tuple[str, str] | None:
+    """Field and message of what makes no sense in any queue."""
+    if live:
+        return "request_id", "request id is already live"
+    if not request.prompt_token_ids:
+        return "prompt", "prompt is empty"
+    if request.sampling.n < 1:
+        return "sampling.n", "n must be at least 1"
+    if request.stop.max_tokens is not None and request.stop.max_tokens < 1:
+        return "stop.max_tokens", "max_tokens must be at least 1"
+    return None
