@@ -1,5 +1,6 @@
 #include "cpu/thread_pool.h"
 
+#include <pthread.h>
 #include <sched.h>
 
 #include <algorithm>
@@ -18,10 +19,11 @@ namespace {
 constexpr auto kSpin = std::chrono::microseconds(50);  // longer than the gap between two ops of a step
 constexpr int kPausesPerLook = 32;
 
-int available_cpus() {
+cpu_set_t allowed_cpus() {
   cpu_set_t set;
   CPU_ZERO(&set);
-  return sched_getaffinity(0, sizeof(set), &set) == 0 ? std::max(1, CPU_COUNT(&set)) : 1;
+  if (sched_getaffinity(0, sizeof(set), &set) != 0 || CPU_COUNT(&set) == 0) CPU_SET(0, &set);
+  return set;
 }
 
 void pause() {
@@ -36,20 +38,21 @@ void pause() {
 // late can never take from a job that has ended; the caller waits for tasks, never for a sleeping worker.
 class ThreadPool {
  public:
-  explicit ThreadPool(int threads) {
-    for (int i = 1; i < threads; ++i) workers_.emplace_back([this] { work(); });
+  explicit ThreadPool(int threads) : allowed_(allowed_cpus()), workers_(threads - 1) {
+    for (Worker& worker : workers_) worker.thread = std::thread([this, &worker] { work(worker); });
   }
 
   ~ThreadPool() {
     stopping_ = true;
     count_ = 0;
     publish();
-    for (std::thread& worker : workers_) worker.join();
+    for (Worker& worker : workers_) worker.thread.join();
   }
 
   int size() const { return static_cast<int>(workers_.size()) + 1; }
 
   void run(int64_t count, void (*task)(void*, int64_t), void* context) {
+    part_from_caller();
     count_ = count;
     task_ = task;
     context_ = context;
@@ -61,10 +64,41 @@ class ThreadPool {
   }
 
  private:
+  struct alignas(64) Worker {
+    std::thread thread;
+    std::atomic<int> cpu = -1;  // where it last ran
+  };
+
   static constexpr int kIndexBits = 32;
   static constexpr uint64_t kClosed = (uint64_t{1} << kIndexBits) - 1;
 
   static uint64_t ticket(uint64_t job, uint64_t index) { return job << kIndexBits | index; }
+
+  // A worker on the caller's CPU would wait for the caller, who waits for it: some kernels, of virtual machines above all,
+  // leave the two together for long. Such a worker is put on a CPU that none of us uses, and is free to move from there.
+  void part_from_caller() {
+    const int here = sched_getcpu();
+    for (Worker& worker : workers_) {
+      if (worker.cpu.load(std::memory_order_relaxed) != here && worker.cpu.load(std::memory_order_relaxed) >= 0) continue;
+      const int target = unused_cpu(here);
+      if (target < 0) return;
+      cpu_set_t only;
+      CPU_ZERO(&only);
+      CPU_SET(target, &only);
+      pthread_setaffinity_np(worker.thread.native_handle(), sizeof(only), &only);
+      pthread_setaffinity_np(worker.thread.native_handle(), sizeof(allowed_), &allowed_);
+      worker.cpu = target;
+    }
+  }
+
+  int unused_cpu(int here) const {
+    for (int cpu = 0; cpu < CPU_SETSIZE; ++cpu) {
+      if (cpu == here || !CPU_ISSET(cpu, &allowed_)) continue;
+      const auto is_there = [&](const Worker& worker) { return worker.cpu.load(std::memory_order_relaxed) == cpu; };
+      if (std::none_of(workers_.begin(), workers_.end(), is_there)) return cpu;
+    }
+    return -1;
+  }
 
   // Opens the next job and wakes those that sleep.
   void publish() {
@@ -87,11 +121,12 @@ class ThreadPool {
     }
   }
 
-  void work() {
+  void work(Worker& self) {
     uint32_t seen = 0;
     while (!stopping_) {
       wait_for_job(seen);
       seen = opened_;
+      if (const int cpu = sched_getcpu(); cpu != self.cpu.load(std::memory_order_relaxed)) self.cpu = cpu;
       take_tasks();
     }
   }
@@ -109,7 +144,8 @@ class ThreadPool {
     --sleepers_;
   }
 
-  std::vector<std::thread> workers_;
+  const cpu_set_t allowed_;
+  std::vector<Worker> workers_;
   std::atomic<int64_t> count_ = 0;
   std::atomic<void (*)(void*, int64_t)> task_ = nullptr;
   std::atomic<void*> context_ = nullptr;
@@ -137,7 +173,8 @@ void set_num_threads(int count) {
 int num_threads() {
   if (pool_size == 0) {
     const std::lock_guard lock(pool_mutex);
-    if (!pool) pool = std::make_unique<ThreadPool>(available_cpus());
+    const cpu_set_t allowed = allowed_cpus();
+    if (!pool) pool = std::make_unique<ThreadPool>(CPU_COUNT(&allowed));
     pool_size = pool->size();
   }
   return pool_size;

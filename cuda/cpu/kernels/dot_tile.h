@@ -18,10 +18,10 @@ template <class W, bool kPrefetch>
 struct PlainColumns {
   static constexpr int kVecs = 1;
   const W* column[kTileColumns];
-  int64_t ahead;  // kPrefetch: what is so far behind the vector read is wanted next
+  int64_t ahead[kTileColumns];  // kPrefetch: what is so far behind the vector read is wanted next
 
   OCTAVO_INLINE void get(int c, int64_t k, Vec* out) const {
-    if constexpr (kPrefetch) __builtin_prefetch(column[c] + k + ahead);
+    if constexpr (kPrefetch) __builtin_prefetch(column[c] + k + ahead[c], 0, 2);
     out[0] = load(column[c] + k);
   }
 
@@ -113,9 +113,10 @@ OCTAVO_INLINE void dot_tile(const float* x, int64_t x_stride, const Columns& col
     if (whole < length) dot_rest<kRows>(x, x_stride, columns, whole, static_cast<int>(length - whole), sums);
   }
 #pragma GCC unroll 8
-  for (int r = 0; r < kRows; ++r) {
-    sum_lanes(sums.v[r][0], sums.v[r][1], sums.v[r][2], sums.v[r][3], add, out + r * out_stride);
+  for (int r = 0; r + 1 < kRows; r += 2) {
+    sum_lanes(sums.v[r], sums.v[r + 1], add, out + r * out_stride, out + (r + 1) * out_stride);
   }
+  if constexpr (kRows % 2 == 1) sum_lanes(sums.v[kRows - 1], add, out + (kRows - 1) * out_stride);
 }
 
 }  // namespace octavo::cpu::OCTAVO_ISA

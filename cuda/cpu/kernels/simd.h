@@ -34,16 +34,38 @@ OCTAVO_INLINE Vec round(Vec v) { return _mm512_roundscale_ps(v, _MM_FROUND_TO_NE
 OCTAVO_INLINE Vec scale_by_power(Vec v, Vec n) { return _mm512_scalef_ps(v, n); }
 OCTAVO_INLINE float max_lane(Vec v) { return _mm512_reduce_max_ps(v); }
 
-// Lane sums of four vectors, in order, stored or added to `out`. Each sum pairs lanes 8 apart, then 4, 2 and 1.
-OCTAVO_INLINE void sum_lanes(Vec a, Vec b, Vec c, Vec d, bool add, float* out) {
-  const Vec ab = _mm512_shuffle_f32x4(a, b, 0x44) + _mm512_shuffle_f32x4(a, b, 0xee);
-  const Vec cd = _mm512_shuffle_f32x4(c, d, 0x44) + _mm512_shuffle_f32x4(c, d, 0xee);
-  const Vec all = _mm512_shuffle_f32x4(ab, cd, 0x88) + _mm512_shuffle_f32x4(ab, cd, 0xdd);
+// Every lane sum adds lanes 8 apart, then 4, 2 and 1. Blends run on a port that shuffles do not.
+OCTAVO_INLINE Vec fold_by_8(Vec a, Vec b) {  // 128-bit lanes a a b b
+  return _mm512_mask_blend_ps(0xff00, a, b) + _mm512_shuffle_f32x4(a, b, 0x4e);
+}
+
+OCTAVO_INLINE Vec fold_by_4(Vec ab, Vec cd) {  // a c b d
+  const __m512i crossed = _mm512_setr_epi32(4, 5, 6, 7, 16, 17, 18, 19, 12, 13, 14, 15, 24, 25, 26, 27);
+  return _mm512_mask_blend_ps(0xf0f0, ab, cd) + _mm512_permutex2var_ps(ab, crossed, cd);
+}
+
+// Lane sums of twice four vectors, in order, stored or added to `p` and `q`.
+OCTAVO_INLINE void sum_lanes(const Vec* v, const Vec* w, bool add, float* p, float* q) {
+  const Vec first = fold_by_4(fold_by_8(v[0], v[1]), fold_by_8(v[2], v[3]));
+  const Vec second = fold_by_4(fold_by_8(w[0], w[1]), fold_by_8(w[2], w[3]));
+  const Vec both = _mm512_mask_blend_ps(0xcccc, first, second) + _mm512_shuffle_ps(first, second, 0x4e);
+  const Vec whole = both + _mm512_permute_ps(both, 0xb1);
+  const __m512i order = _mm512_setr_epi32(0, 8, 4, 12, 2, 10, 6, 14, 0, 0, 0, 0, 0, 0, 0, 0);
+  const __m256 sums = _mm512_castps512_ps256(_mm512_permutexvar_ps(order, whole));
+  const __m128 low = _mm256_castps256_ps128(sums);
+  const __m128 high = _mm256_extractf128_ps(sums, 1);
+  _mm_storeu_ps(p, add ? _mm_loadu_ps(p) + low : low);
+  _mm_storeu_ps(q, add ? _mm_loadu_ps(q) + high : high);
+}
+
+// Those of four vectors.
+OCTAVO_INLINE void sum_lanes(const Vec* v, bool add, float* p) {
+  const Vec all = fold_by_4(fold_by_8(v[0], v[1]), fold_by_8(v[2], v[3]));
   const Vec half = all + _mm512_permute_ps(all, 0x4e);
   const Vec whole = half + _mm512_permute_ps(half, 0xb1);
-  const __m512i first = _mm512_setr_epi32(0, 4, 8, 12, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0);
-  const __m128 sums = _mm512_castps512_ps128(_mm512_permutexvar_ps(first, whole));
-  _mm_storeu_ps(out, add ? _mm_loadu_ps(out) + sums : sums);
+  const __m512i order = _mm512_setr_epi32(0, 8, 4, 12, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0);
+  const __m128 sums = _mm512_castps512_ps128(_mm512_permutexvar_ps(order, whole));
+  _mm_storeu_ps(p, add ? _mm_loadu_ps(p) + sums : sums);
 }
 
 #elif defined(__AVX2__)
@@ -72,9 +94,9 @@ OCTAVO_INLINE float max_lane(Vec v) {
   return _mm_cvtss_f32(_mm_max_ss(m, _mm_movehdup_ps(m)));
 }
 
-OCTAVO_INLINE void sum_lanes(Vec a, Vec b, Vec c, Vec d, bool add, float* out) {
-  const Vec ab = _mm256_permute2f128_ps(a, b, 0x20) + _mm256_permute2f128_ps(a, b, 0x31);
-  const Vec cd = _mm256_permute2f128_ps(c, d, 0x20) + _mm256_permute2f128_ps(c, d, 0x31);
+OCTAVO_INLINE void sum_lanes(const Vec* v, bool add, float* out) {
+  const Vec ab = _mm256_permute2f128_ps(v[0], v[1], 0x20) + _mm256_permute2f128_ps(v[0], v[1], 0x31);
+  const Vec cd = _mm256_permute2f128_ps(v[2], v[3], 0x20) + _mm256_permute2f128_ps(v[2], v[3], 0x31);
   const Vec half = _mm256_shuffle_ps(ab, cd, 0x44) + _mm256_shuffle_ps(ab, cd, 0xee);  // a a c c | b b d d
   const Vec whole = half + _mm256_permute_ps(half, 0xb1);
   const __m128 ac = _mm256_castps256_ps128(whole);
@@ -115,19 +137,26 @@ OCTAVO_INLINE float max_lane(Vec v) {
   const float high = v[2] > v[3] ? v[2] : v[3];
   return low > high ? low : high;
 }
-OCTAVO_INLINE void sum_lanes(Vec a, Vec b, Vec c, Vec d, bool add, float* out) {
-  const Vec rows[4] = {a, b, c, d};
+OCTAVO_INLINE void sum_lanes(const Vec* v, bool add, float* out) {
   for (int i = 0; i < 4; ++i) {
-    const float sum = (rows[i][0] + rows[i][2]) + (rows[i][1] + rows[i][3]);
+    const float sum = (v[i][0] + v[i][2]) + (v[i][1] + v[i][3]);
     out[i] = add ? out[i] + sum : sum;
   }
 }
 
 #endif
 
+#if !defined(__AVX512F__)
+OCTAVO_INLINE void sum_lanes(const Vec* v, const Vec* w, bool add, float* p, float* q) {
+  sum_lanes(v, add, p);
+  sum_lanes(w, add, q);
+}
+#endif
+
 OCTAVO_INLINE float sum_lanes(Vec v) {
+  const Vec four[4] = {v, v, v, v};
   float sums[4];
-  sum_lanes(v, v, v, v, false, sums);
+  sum_lanes(four, false, sums);
   return sums[0];
 }
 
