@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 
 from engine.errors import InvalidRequestError
 from engine.types import GenerationRequest, SamplingParameters
@@ -49,10 +49,13 @@ def _check_sampling(sampling: SamplingParameters, vocab_size: int) -> None:
     _check_ids("sampling.allowed_token_ids", sampling.allowed_token_ids, vocab_size)
 
 
-def _check_ids(field: str, ids: Iterable[int], vocab_size: int) -> None:
-    bad = next((token for token in ids if not 0 <= token < vocab_size), None)
-    if bad is not None:
-        raise InvalidRequestError(field, f"token id {bad} is outside the vocabulary of {vocab_size}")
+def _check_ids(field: str, ids: Collection[int], vocab_size: int) -> None:
+    """Of a long prompt too, on the step thread: two passes at C's speed."""
+    if not ids:
+        return
+    for bad in (min(ids), max(ids)):
+        if not 0 <= bad < vocab_size:
+            raise InvalidRequestError(field, f"token id {bad} is outside the vocabulary of {vocab_size}")
 
 
 def _check_something_may_come(request: GenerationRequest, eos_token_ids: Collection[int]) -> None:
