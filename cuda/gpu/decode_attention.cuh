@@ -637,9 +637,7 @@ auto decode_kernel_of(int cluster) -> void (*)(Decode) {
 template <int kDim>
 void DecodeKernels<kDim>::launch(DType dtype, const DecodeGrid& grid, const Decode& args, const Launch& launch) {
   with_element(dtype, [&]<class T>(T) {
-    const auto kernel = decode_kernel_of<T, kDim>(grid.cluster);
-    prefer_shared_memory(reinterpret_cast<const void*>(kernel));
-    launch_kernel("paged_attention", kernel,
+    launch_kernel("paged_attention", decode_kernel_of<T, kDim>(grid.cluster),
                   {.grid = dim3(grid.clusters * grid.cluster), .block = dim3(grid.warps * 32), .cluster = grid.cluster},
                   launch, args);
   });

@@ -3,10 +3,7 @@
 
 #include <cuda_runtime.h>
 
-#include <mutex>
-#include <set>
 #include <string>
-#include <utility>
 
 #include "octavo/error.h"
 #include "octavo/tensor.h"
@@ -57,17 +54,6 @@ void launch_kernel(const char* name, void (*kernel)(Parameters...), const Geomet
   }
   config.attrs = attributes;
   check(cudaLaunchKernelEx(&config, kernel, static_cast<Parameters>(arguments)...), name);
-}
-
-// The split of an SM between shared memory and L1 that the matmuls of a decode step have. Kernels of different splits
-// never share an SM, so without this a programmatic launch could not begin beside its predecessor.
-inline void prefer_shared_memory(const void* kernel) {
-  static std::mutex mutex;
-  static std::set<std::pair<int, const void*>> done;  // (device, kernel)
-  const std::lock_guard lock(mutex);
-  if (!done.insert({current_device().id, kernel}).second) return;
-  check(cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared),
-        "cudaFuncSetAttribute");
 }
 
 // Lets a kernel use more than 48 KiB of shared memory on the current device.

@@ -15,6 +15,10 @@ from engine.model.spec import ModelSpec
 
 Tensor = torch.Tensor
 
+# Up to so many sequences attention starts, and reads old K and V, while the QKV projection still runs. With more, that
+# only takes bandwidth from the projection: measured on an H200, see cuda/bench/LOG.md.
+_EARLY_ATTENTION_ROWS = 4
+
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
@@ -187,7 +191,7 @@ class Decoder:
                 k_norm=layer.k_norm,
                 norm_eps=spec.norm_eps,
                 planned=True,
-                pdl=batch.pdl,
+                pdl=batch.pdl and tokens <= _EARLY_ATTENTION_ROWS,
             )
             return attended
         query = buffers.query[:tokens].view(tokens, spec.q_heads, spec.head_dim)
