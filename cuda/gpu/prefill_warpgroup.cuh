@@ -274,15 +274,16 @@ class WarpgroupPrefill {
   }
 
   // The pool and stale shared memory hold anything there, NaN too, which times a probability of zero is not zero. Both
-  // warpgroups write the same zeros.
+  // warpgroups clear, and wait for each other.
   __device__ __forceinline__ void clear_rows_past_context(typename Shared::Keys& values, int valid) const {
     if (valid >= kKeys) return;
-    for (int i = in_group(); i < (kKeys - valid) * 8 * kLines; i += 128) {
+    const int consumer = threadIdx.x - 128;
+    for (int i = consumer; i < (kKeys - valid) * 8 * kLines; i += 128 * kConsumers) {
       const int row = valid + i / (8 * kLines), piece = i % (8 * kLines);
       *reinterpret_cast<uint4*>(values[piece / 8][row] + piece % 8 * 16) = make_uint4(0, 0, 0, 0);
     }
     ptx::publish_shared_stores();
-    sync_group();
+    asm volatile("bar.sync %0,%1;" ::"n"(kConsumers + 1), "n"(128 * kConsumers) : "memory");
   }
 
   // Through the warpgroup's rows of shared memory, so that global stores are 16 bytes a lane.

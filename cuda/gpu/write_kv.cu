@@ -1,6 +1,8 @@
 // Bias, QK-norm, RoPE, and the write of K and V into the pool. Floor: the qkv row read once and written once.
 // Half a warp takes a head of a token, eight elements a lane; the other element of a rotated pair comes from the lane
 // that holds it. Where there are many tokens it takes four heads at once, to have four times as much in flight.
+#include <bit>
+
 #include "gpu/element.cuh"
 #include "gpu/launch.cuh"
 #include "gpu/ptx.cuh"
@@ -30,8 +32,8 @@ struct WriteKv {
   int64_t block_pieces;
   int q_heads;
   int kv_heads;
-  int block_size;
-  int pieces;  // of a head: head_dim / 8
+  int block_shift;  // log2 of the block size: a division of 64-bit numbers takes a hundred instructions
+  int pieces;       // of a head: head_dim / 8
 };
 
 template <class T>
@@ -118,8 +120,9 @@ __global__ void __launch_bounds__(kThreads) write_kv_kernel(const __grid_constan
       args.query_out[(static_cast<int64_t>(token) * args.q_heads + head) * args.pieces + piece] = pack<T>(turned);
     } else if (slot[i] >= 0) {
       // Keys and values of a layer lie head after head: [2][kv_heads][block_size][head_dim].
-      const int64_t block = slot[i] / args.block_size;
-      const int64_t in_block = (head - args.q_heads) * args.block_size + slot[i] % args.block_size;
+      const int64_t block = slot[i] >> args.block_shift;
+      const int64_t in_block =
+          ((head - args.q_heads) << args.block_shift) + (slot[i] & ((int64_t{1} << args.block_shift) - 1));
       args.pool[block * args.block_pieces + in_block * args.pieces + piece] = is_value ? pack<T>(x) : pack<T>(turned);
     }
   }
@@ -133,6 +136,7 @@ void write_kv(const WriteKvArgs& args) {
           "write_kv: head_dim must be a multiple of 8 up to 128");
   require(args.rotary_dim % 16 == 0 && args.rotary_dim <= pool.head_dim,
           "write_kv: rotary_dim must be a multiple of 16 up to head_dim");
+  require(std::has_single_bit(static_cast<unsigned>(pool.block_size)), "write_kv: block_size must be a power of two");
   require(args.qkv_stride % 8 == 0, "write_kv: the row stride of qkv must be a multiple of 8");
   if (args.num_tokens == 0) return;
   const WriteKv device_args{static_cast<Eight*>(args.query_out),
@@ -150,7 +154,7 @@ void write_kv(const WriteKvArgs& args) {
                             pool.block_stride() / 8,
                             args.q_heads,
                             pool.kv_heads,
-                            pool.block_size,
+                            std::countr_zero(static_cast<unsigned>(pool.block_size)),
                             pool.head_dim / 8};
   const int64_t num_rows = static_cast<int64_t>(args.num_tokens) * (args.q_heads + 2 * pool.kv_heads);
   require(num_rows < (int64_t{1} << 31), "write_kv: too many tokens");
