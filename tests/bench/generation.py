@@ -58,7 +58,6 @@ def run_transformers(model: torch.nn.Module, inputs: list[list[int]], new_tokens
             ids,
             attention_mask=torch.ones_like(ids),
             max_new_tokens=new_tokens,
-            min_new_tokens=new_tokens,
             do_sample=False,
             pad_token_id=0,
         )
@@ -71,6 +70,7 @@ def measure() -> Figures:
     peer = AutoModelForCausalLM.from_pretrained(
         str(source.path.parent), gguf_file=source.path.name, dtype=torch.float32
     ).eval()
+    peer.generation_config.eos_token_id = None  # both run on through an end of sequence
     engine = Engine(EngineConfig(max_num_seqs=16, max_model_len=1024))
     figures: Figures = {}
     for count, new_tokens in NEW_TOKENS.items():
