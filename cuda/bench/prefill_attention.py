@@ -1,4 +1,4 @@
-"""Prefill attention: milliseconds a layer against the tensor cores and against torch's SDPA on dense copies.
+"""Prefill attention: microseconds a layer against the tensor cores and against torch's SDPA on dense copies.
 
 python cuda/bench/prefill_attention.py [--json FILE]
 """

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -14,10 +17,28 @@ from tests.bench.shapes import SHAPES, write_shape
 
 Figures = dict[str, float]
 
+KERNEL_SCRIPTS = ("decode_attention", "prefill_attention", "memory_ops")
+
 
 def sections() -> dict[str, Callable[[], Figures]]:
     steps = {f"steps {name}": lambda name=name: _steps(name) for name in SHAPES}
-    return {**steps, "impossible job": _impossible_job}
+    kernels = {f"kernels {script}": lambda script=script: _kernels(script) for script in KERNEL_SCRIPTS}
+    return {**steps, **kernels, "impossible job": _impossible_job}
+
+
+def _kernels(script: str) -> Figures:
+    """Each kernel against its floor and its peers: the script prints the table; here is floor over time."""
+    with tempfile.TemporaryDirectory() as folder:
+        result = Path(folder) / "result.json"
+        path = Path(__file__).resolve().parents[2] / "cuda" / "bench" / f"{script}.py"
+        subprocess.run([sys.executable, str(path), "--json", str(result)], check=True)
+        rows = json.loads(result.read_text())["rows"]
+    return {f"{row.get('cell') or row['task']} of floor": row["floor"] / _own_time(row) for row in rows}
+
+
+def _own_time(row: dict[str, float]) -> float:
+    """decode_attention's rows have no single time of ours: the decode step uses the fused op."""
+    return row["pdl+fused"] if "pdl+fused" in row else row["ours"]
 
 
 def _steps(name: str) -> Figures:
