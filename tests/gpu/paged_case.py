@@ -78,7 +78,7 @@ class PagedCase:
             blocks = self.block_tables[seq, : -(-context // BLOCK)].long()
             kv = self.pool[blocks, self.layer].double()  # [blocks, 2, Hkv, 16, D]
             kv = kv.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :context]
-            query = self.query[rows].double().unflatten(1, (kv_heads, group)).permute(1, 2, 0, 3)  # [Hkv, G, q, D]
+            query = self.query[rows].double().view(count, kv_heads, group, -1).permute(1, 2, 0, 3)  # [Hkv, G, q, D]
             scores = query @ kv[0][:, None].transpose(-1, -2) * self.scale
             visible = (
                 torch.arange(context, device=DEVICE) <= torch.arange(context - count, context, device=DEVICE)[:, None]
