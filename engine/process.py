@@ -12,12 +12,12 @@ import os
 import shutil
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 import zmq
-import zmq.asyncio
 
 from engine import wire
 from engine.client import EngineState, EventSink
@@ -40,10 +40,11 @@ class ProcessEngineClient:
         self._dispatcher = Dispatcher()
         self._info: EngineInfo | None = None
         self._process: asyncio.subprocess.Process | None = None
-        self._context = zmq.asyncio.Context()
-        self._socket: zmq.asyncio.Socket = self._context.socket(zmq.PAIR)
+        self._context = zmq.Context()
+        self._socket: zmq.Socket[bytes] = self._context.socket(zmq.PAIR)
         self._folder = Path(tempfile.mkdtemp(prefix="octavo-"))
-        self._tasks: list[asyncio.Task[None]] = []
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._watching: asyncio.Task[None] | None = None
         self._started: asyncio.Future[EngineInfo] | None = None
 
     @property
@@ -76,8 +77,11 @@ class ProcessEngineClient:
             stdin=asyncio.subprocess.PIPE,
             env={**os.environ, "PYTHONPATH": path},
         )
-        self._started = asyncio.get_running_loop().create_future()
-        self._tasks = [asyncio.create_task(self._receive()), asyncio.create_task(self._watch())]
+        self._loop = asyncio.get_running_loop()
+        self._started = self._loop.create_future()
+        self._loop.add_reader(self._descriptor, self._receive)
+        self._receive()
+        self._watching = asyncio.create_task(self._watch())
         try:
             self._info = await self._started
         except BaseException:
@@ -116,27 +120,41 @@ class ProcessEngineClient:
             except TimeoutError:
                 process.kill()
                 await process.wait()
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._loop is not None:
+            self._loop.remove_reader(self._descriptor)
+        if self._watching is not None:
+            self._watching.cancel()
+            await asyncio.gather(self._watching, return_exceptions=True)
         self._socket.close()
         self._context.term()
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    def _send(self, command: wire.Command) -> None:
-        # Without a high-water mark a send never waits; zmq.asyncio's send would cost a task each.
-        with contextlib.suppress(zmq.Again):
-            zmq.Socket.send(self._socket, wire.encode(command), zmq.NOBLOCK)
+    @property
+    def _descriptor(self) -> int:
+        return int(self._socket.getsockopt(zmq.FD))
 
-    async def _receive(self) -> None:
-        while True:
-            report = wire.decode_report(await self._socket.recv())
+    def _send(self, command: wire.Command) -> None:
+        # Without a high-water mark a send never waits.
+        with contextlib.suppress(zmq.Again):
+            self._socket.send(wire.encode(command), zmq.NOBLOCK)
+        # ZeroMQ's descriptor signals once, and a send may take the signal for what has just arrived: look again.
+        if self._loop is not None:
+            self._loop.call_soon(self._receive)
+
+    def _receive(self) -> None:
+        """Everything that has arrived; called whenever the socket's descriptor signals, and after every send."""
+        while not self._socket.closed:
+            try:
+                report = wire.decode_report(self._socket.recv(zmq.NOBLOCK))
+            except zmq.Again:
+                return
             match report:
                 case wire.Stepped():
                     self._dispatcher.dispatch(report.frame)
                 case wire.Progress():
                     self._progress(report.message)
                 case wire.Started():
+                    self._dispatcher.stats = EngineStats(heartbeat=time.monotonic())
                     self._resolve(report.info)
                 case wire.StartFailed():
                     error = ConfigurationError if report.configuration else EngineError
@@ -146,7 +164,7 @@ class ProcessEngineClient:
         process = self._process
         assert process is not None
         code = await process.wait()
-        await asyncio.sleep(0)  # lets frames that had arrived be delivered first
+        self._receive()  # frames that had arrived come first
         self._end(EngineState.FAILED, f"engine process ended with code {code}")
         self._resolve(EngineDiedError(f"engine process ended with code {code} while starting"))
 

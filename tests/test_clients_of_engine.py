@@ -147,6 +147,26 @@ async def test_heartbeat_goes_on_when_idle(client: Client) -> None:
     assert client.state is EngineState.READY
 
 
+async def test_events_come_after_the_loop_was_busy(client: Client) -> None:
+    """Heartbeats arrive while the event loop is held up; a request sent right then must still be heard of."""
+    for turn in range(8):
+        await asyncio.sleep(0.05)
+        time.sleep(0.3)  # noqa: ASYNC251  # the loop is to be busy
+        sink = Collector()
+        client.submit(item(str(turn)), sink)
+        async with asyncio.timeout(10):
+            await sink.until(RequestFinished)
+    assert client.stats.heartbeat > 0
+
+
+async def test_heartbeat_is_known_from_the_start(tiny: Path) -> None:
+    for in_process in (True, False):
+        client = create_engine_client(config(tiny), in_process=in_process)
+        await client.start()
+        assert time.monotonic() - client.stats.heartbeat < 5
+        await client.stop()
+
+
 async def test_stop_fails_what_is_live_and_is_idempotent(tiny: Path) -> None:
     for in_process in (True, False):
         client = create_engine_client(config(tiny), in_process=in_process)
