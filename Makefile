@@ -79,7 +79,7 @@ bench: setup ## CPU benchmarks: a table, and build/bench/cpu.json
 
 gpu-test: ## Tests of the GPU, then those that this machine has the packages for; needs nvcc
 	@$(PY) cuda/build.py --cuda ON --jobs $(JOBS) --quiet
-	@OCTAVO_TESTS_PARTIAL=1 $(PY) -m pytest -m gpu $(ARGS)
+	@OCTAVO_TESTS_PARTIAL=1 $(PY) -m pytest -m gpu tests/cuda tests/gpu $(ARGS)
 	@OCTAVO_TESTS_PARTIAL=1 $(PY) -m pytest -m "not gpu and not slow" tests/cuda tests/gpu tests/kv tests/schedule $(ARGS)
 
 gpu-bench: ## GPU benchmarks: a table, and build/bench/gpu.json
