@@ -2,7 +2,8 @@
 //
 // A row without filters is split over several thread blocks; each finds its best (score, id), the row's best is an
 // integer maximum, so order does not matter, and the last block to finish writes the token. A filtered row is one
-// block's: a coarse histogram tells in which bin top-k, then top-p, cuts off, and that bin alone is sorted.
+// block's: the cut-off of top-k, then of top-p, is found digit by digit from histograms of the scores' bits, with no
+// sort.
 #include "octavo/sample.h"
 
 #include <algorithm>
@@ -18,6 +19,7 @@ namespace {
 
 constexpr int kThreads = 1024;
 constexpr int kWarps = kThreads / 32;
+constexpr int kBins = 2 * kThreads;
 constexpr int kMinPart = 8 * kThreads;  // logits a thread block at least
 constexpr unsigned kAll = ~0u;
 constexpr uint64_t kUnusable = ~0ull;  // above every packed (score, id)
@@ -185,13 +187,13 @@ __device__ uint64_t best_of(const T* logits, int begin, int end, const Sample& s
 }
 
 // 64-bit sums in shared memory out of native 32-bit atomics: the low word's old value tells of the carry.
-template <int kBins>
 struct Histogram {
   uint32_t low[kBins];
   uint32_t high[kBins];
 
   __device__ void clear() {
     for (int bin = threadIdx.x; bin < kBins; bin += kThreads) low[bin] = high[bin] = 0;
+    __syncthreads();
   }
   __device__ void add(int bin, uint64_t amount) {
     const auto part = static_cast<uint32_t>(amount);
@@ -202,59 +204,31 @@ struct Histogram {
   __device__ uint64_t at(int bin) const { return static_cast<uint64_t>(high[bin]) << 32 | low[bin]; }
 };
 
-// A row's scores, coarsely: bins of an eighth, from the highest score down; the last takes all the rest. Most scores of
-// a row lie close together, so the bins are counted in several copies, or atomics would queue up at a few of them.
-constexpr int kCoarse = 256;
-constexpr int kCopies = 8;
-constexpr int kDigit = 2048;  // bins of one round of `reach`: 11 bits of a key
-constexpr int kListed = 4096;
-
-__device__ __forceinline__ int coarse_bin(float score, float highest) {
-  const float below = (highest - score) * 8.0f;  // never decreases as the score falls
-  return below < static_cast<float>(kCoarse - 1) ? static_cast<int>(below) : kCoarse - 1;
-}
-
 struct Crossing {
-  int rank;       // -1: the target is not reached
-  uint64_t rest;  // what is still wanted once everything above the rank is counted
+  int bin;
+  uint64_t rest;  // what is still wanted once the bins above are counted
 };
 
 struct FilterShared {
-  union {
-    struct {
-      Histogram<kCopies * kCoarse> weights;
-      uint32_t counts[kCopies * kCoarse];
-    } survey;
-    Histogram<kDigit> digits;
-  };
-  uint32_t counts[kCoarse];
-  uint64_t weights[kCoarse];
-  float list[kListed];
-  int listed;
+  Histogram histogram;
   Crossing crossing;
 };
 
-// The rank at which the sum of value(0), value(1), ... reaches `target(sum of all)`; ranks go up to kARound a thread.
-template <int kARound, class Value, class Target>
-__device__ Crossing cross(FilterShared& shared, const Value& value, const Target& target) {
+// The bin at which the sum from the top reaches `target(sum of all)`.
+template <class Target>
+__device__ Crossing cross(FilterShared& shared, const Target& target) {
   __shared__ uint64_t of_warp[kWarps];
+  __syncthreads();
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  uint64_t mine[kARound];
-  uint64_t through = 0;
-#pragma unroll
-  for (int i = 0; i < kARound; ++i) {
-    mine[i] = value(kARound * threadIdx.x + i);
-    through += mine[i];
-  }
-  uint64_t own = through;
+  const int upper = kBins - 1 - 2 * threadIdx.x;  // this thread's bins, from the top: upper, then upper - 1
+  const uint64_t first = shared.histogram.at(upper), second = shared.histogram.at(upper - 1);
+  uint64_t through = first + second;
 #pragma unroll
   for (int lanes = 1; lanes < 32; lanes *= 2) {
     const uint64_t other = __shfl_up_sync(kAll, through, lanes);
     if (lane >= lanes) through += other;
   }
-  __syncthreads();
   if (lane == 31) of_warp[warp] = through;
-  if (threadIdx.x == 0) shared.crossing = {-1, 0};
   __syncthreads();
   uint64_t before = 0, total = 0;
   for (int w = 0; w < kWarps; ++w) {
@@ -262,200 +236,68 @@ __device__ Crossing cross(FilterShared& shared, const Value& value, const Target
     total += of_warp[w];
   }
   const uint64_t wanted = target(total);
-  uint64_t above = before + through - own;
-#pragma unroll
-  for (int i = 0; i < kARound; ++i) {
-    if (above < wanted && wanted <= above + mine[i]) {
-      shared.crossing = {static_cast<int>(kARound * threadIdx.x) + i, wanted - above};
-    }
-    above += mine[i];
-  }
+  uint64_t above = before + through - first - second;
+  if (above < wanted && wanted <= above + first) shared.crossing = {upper, wanted - above};
+  above += first;
+  if (above < wanted && wanted <= above + second) shared.crossing = {upper - 1, wanted - above};
   __syncthreads();
   return shared.crossing;
 }
 
-// The score at which the sum of weight(score) over the scores that `each` gives, from the highest down, reaches
-// `wanted`. Three rounds, each fixing 11, 11 and 10 bits of the score's ordered key.
-template <class Each, class Weight>
-__device__ float reach(FilterShared& shared, uint64_t wanted, const Each& each, const Weight& weight) {
-  constexpr int kBits[3] = {11, 11, 10};
+// The score at which the sum of `weight(score)` over scores >= floor, from the highest down, reaches `target(sum)`.
+// Three rounds over the row, each fixing 11, 11 and 10 bits of the score's ordered key.
+template <class T, class Weight, class Target>
+__device__ float reach(const T* logits, const Sample& sample, const Row& row, float floor, FilterShared& shared,
+                       const Weight& weight, const Target& target) {
+  constexpr int kDigits[3] = {11, 11, 10};
+  const int vocab = sample.args.vocab;
   uint32_t known = 0;  // the key's leading bits
+  uint64_t wanted = 0;
   int shift = 32;
 #pragma unroll
   for (int round = 0; round < 3; ++round) {
-    const int next = shift - kBits[round];
-    __syncthreads();
-    shared.digits.clear();
-    __syncthreads();
-    each([&](float score) {
-      const uint32_t key = ordered_key(score);
-      if (round > 0 && key >> (shift % 32) != known) return;
-      const uint64_t amount = weight(score);
-      if (amount != 0) shared.digits.add(key >> next & ((1u << kBits[round]) - 1), amount);
+    const int next = shift - kDigits[round];
+    shared.histogram.clear();
+    for_each_eight(logits, 0, vocab, sample.aligned, [&](float (&x)[8], int) {
+#pragma unroll
+      for (int k = 0; k < 8; ++k) {
+        const float score = row.score(x[k]);
+        const uint32_t key = ordered_key(score);
+        if (!(score >= floor) || (round > 0 && key >> (shift % 32) != known)) continue;
+        const uint64_t amount = weight(score);
+        if (amount != 0) shared.histogram.add(key >> next & ((1u << kDigits[round]) - 1), amount);
+      }
     });
-    __syncthreads();
-    const Crossing crossing = cross<kDigit / kThreads>(
-        shared, [&](int rank) { return shared.digits.at(kDigit - 1 - rank); }, [&](uint64_t) { return wanted; });
+    const Crossing crossing = cross(shared, [&](uint64_t total) { return round == 0 ? target(total) : wanted; });
     wanted = crossing.rest;
-    known = known << kBits[round] | static_cast<uint32_t>(kDigit - 1 - crossing.rank);
+    known = known << kDigits[round] | static_cast<uint32_t>(crossing.bin);
     shift = next;
   }
   return value_of_key(known);
 }
 
-// What top-k and top-p keep of a row, by one thread block.
-template <class T>
-class Filter {
- public:
-  __device__ Filter(const T* logits, const Sample& sample, const Row& row, FilterShared& shared)
-      : logits_(logits), sample_(sample), row_(row), shared_(shared) {
-    float highest = lowest();
-    each_score([&](float score) { highest = fmaxf(highest, score); });
-    highest_ = block_reduce(highest, [](float a, float b) { return fmaxf(a, b); });
-  }
-
-  __device__ float highest() const { return highest_; }
-
-  // The lowest score that stays.
-  __device__ float floor() {
-    survey();
-    float floor = lowest();
-    if (row_.top_k > 0) {
-      const Crossing crossing = cross<1>(
-          shared_, [&](int bin) { return bin < kCoarse ? uint64_t{shared_.counts[bin]} : 0; },
-          [&](uint64_t) { return static_cast<uint64_t>(row_.top_k); });
-      if (crossing.rank >= 0) {
-        floor = within(crossing, floor, [](float) { return uint64_t{1}; });
-        drop_weights_below(floor, crossing.rank);
-      }
-    }
-    if (row_.top_p < 1.0f) {
-      const Crossing crossing = cross<1>(
-          shared_, [&](int bin) { return bin < kCoarse ? shared_.weights[bin] : 0; },
-          [&](uint64_t total) { return top_p_target(row_.top_p, total); });
-      if (crossing.rank >= 0) floor = within(crossing, floor, [&](float score) { return weight(score); });
-    }
-    return floor;
-  }
-
- private:
-  __device__ uint64_t weight(float score) const { return fixed_weight(score - highest_); }
-
-  // All scores but those that nobody can draw.
-  template <class F>
-  __device__ void each_score(const F& f) const {
-    for_each_eight(logits_, 0, sample_.args.vocab, sample_.aligned, [&](float (&x)[8], int) {
-#pragma unroll
-      for (int k = 0; k < 8; ++k) {
-        const float score = row_.score(x[k]);
-        if (score > lowest()) f(score);
-      }
-    });
-  }
-
-  __device__ void survey() {
-    auto& copies = shared_.survey;
-    copies.weights.clear();
-    for (int i = threadIdx.x; i < kCopies * kCoarse; i += kThreads) copies.counts[i] = 0;
-    __syncthreads();
-    const int copy = threadIdx.x / 32 % kCopies * kCoarse;
-    each_score([&](float score) {
-      const int bin = copy + coarse_bin(score, highest_);
-      atomicAdd(&copies.counts[bin], 1u);
-      const uint64_t amount = weight(score);
-      if (amount != 0) copies.weights.add(bin, amount);
-    });
-    __syncthreads();
-    for (int bin = threadIdx.x; bin < kCoarse; bin += kThreads) {
-      uint32_t count = 0;
-      uint64_t sum = 0;
-      for (int i = 0; i < kCopies; ++i) {
-        count += copies.counts[i * kCoarse + bin];
-        sum += copies.weights.at(i * kCoarse + bin);
-      }
-      shared_.counts[bin] = count;
-      shared_.weights[bin] = sum;
-    }
-    __syncthreads();
-  }
-
-  // The exact score at which the crossing's rest is reached among the scores >= floor of its bin.
-  template <class Weight>
-  __device__ float within(const Crossing& crossing, float floor, const Weight& weight) {
-    const auto belongs = [&](float score) { return coarse_bin(score, highest_) == crossing.rank && score >= floor; };
-    if (shared_.counts[crossing.rank] > kListed) {
-      const auto each = [&](const auto& f) {
-        each_score([&](float score) {
-          if (belongs(score)) f(score);
-        });
-      };
-      return reach(shared_, crossing.rest, each, weight);
-    }
-    if (threadIdx.x == 0) shared_.listed = 0;
-    __syncthreads();
-    each_score([&](float score) {
-      if (belongs(score)) shared_.list[atomicAdd(&shared_.listed, 1)] = score;
-    });
-    sort_list();
-    const Crossing in_list = cross<kListed / kThreads>(
-        shared_, [&](int rank) { return rank < shared_.listed ? weight(shared_.list[rank]) : uint64_t{0}; },
-        [&](uint64_t) { return crossing.rest; });
-    return shared_.list[in_list.rank];
-  }
-
-  // Bitonic, highest first, up to the next power of two.
-  __device__ void sort_list() {
-    __syncthreads();
-    int size = 2;
-    while (size < shared_.listed) size *= 2;
-    for (int i = shared_.listed + threadIdx.x; i < size; i += kThreads) shared_.list[i] = lowest();
-    __syncthreads();
-    for (int run = 2; run <= size; run *= 2) {
-      for (int apart = run / 2; apart > 0; apart /= 2) {
-        for (int i = threadIdx.x; i < size / 2; i += kThreads) {
-          const int low = i / apart * 2 * apart + i % apart, high = low + apart;
-          const float a = shared_.list[low], b = shared_.list[high];
-          const bool falling = (low & run) == 0;
-          if (falling ? a < b : a > b) {
-            shared_.list[low] = b;
-            shared_.list[high] = a;
-          }
-        }
-        __syncthreads();
-      }
-    }
-  }
-
-  // Top-p is of what top-k kept: `bin` is the one that holds its floor.
-  __device__ void drop_weights_below(float floor, int bin) {
-    uint64_t kept = 0;
-    const auto count = [&](float score) {
-      if (score >= floor && coarse_bin(score, highest_) == bin) kept += weight(score);
-    };
-    if (shared_.counts[bin] <= kListed) {
-      for (int i = threadIdx.x; i < shared_.listed; i += kThreads) count(shared_.list[i]);
-    } else {
-      each_score(count);
-    }
-    kept = block_reduce(kept, [](uint64_t a, uint64_t b) { return a + b; });
-    for (int i = bin + threadIdx.x; i < kCoarse; i += kThreads) shared_.weights[i] = i == bin ? kept : 0;
-    __syncthreads();
-  }
-
-  const T* logits_;
-  const Sample& sample_;
-  const Row& row_;
-  FilterShared& shared_;
-  float highest_;
-};
-
 template <class T>
 __device__ uint64_t best_of_filtered(const T* logits, const Sample& sample, const Row& row) {
   __shared__ FilterShared shared;
-  Filter<T> filter(logits, sample, row, shared);
-  const float highest = filter.highest();
-  const float floor = row.top_k > 0 || row.top_p < 1.0f ? filter.floor() : lowest();
-  return best_of(logits, 0, sample.args.vocab, sample, row, [&](float score) {
+  const int vocab = sample.args.vocab;
+  float highest = lowest();
+  for_each_eight(logits, 0, vocab, sample.aligned, [&](float (&x)[8], int) {
+#pragma unroll
+    for (int k = 0; k < 8; ++k) highest = fmaxf(highest, row.score(x[k]));
+  });
+  highest = block_reduce(highest, [](float a, float b) { return fmaxf(a, b); });
+  float floor = lowest();
+  if (row.top_k > 0) {
+    floor = reach(
+        logits, sample, row, floor, shared, [](float) { return uint64_t{1}; },
+        [&](uint64_t) { return static_cast<uint64_t>(row.top_k); });
+  }
+  if (row.top_p < 1.0f) {
+    floor = reach(
+        logits, sample, row, floor, shared, [&](float score) { return fixed_weight(score - highest); },
+        [&](uint64_t total) { return top_p_target(row.top_p, total); });
+  }
+  return best_of(logits, 0, vocab, sample, row, [&](float score) {
     return score >= floor && (row.min_p <= 0.0f || exact_exp(score - highest) >= row.min_p);
   });
 }
