@@ -13,6 +13,7 @@ import torch
 from engine import _runtime
 
 Tensor = torch.Tensor
+LinearWeight = _runtime.LinearWeight
 
 
 def _stream(tensor: Tensor) -> int:
@@ -266,10 +267,18 @@ def sample_workspace_bytes(max_rows: int) -> int:
     return _runtime.sample_workspace_bytes(max_rows)
 
 
-def linear(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None, *, block_type: str = "") -> None:
-    """out [T, N] = x [T, K] W^T + bias [N], on the CPU. A row depends on its row of x alone, to the bit.
+def pack_linear(weight: Tensor, block_type: str = "") -> LinearWeight:
+    """A CPU weight in the order in which `linear` reads it; `weight` is not needed afterwards.
 
-    weight [N, K] in fp32 or bf16, or uint8 [N, bytes of a row] in the GGUF block format `block_type` ("Q4_0", "Q4_1",
-    "Q8_0"), whose weights are multiplied by as they are stored.
+    weight: [N, K] float32 or bfloat16; or GGUF blocks as stored, uint8 [N, bytes of a row], with `block_type` "Q4_0",
+    "Q4_1" or "Q8_0".
     """
-    _runtime.linear(out, x, weight, bias, block_type)
+    return _runtime.pack_linear(weight, block_type)
+
+
+def linear(out: Tensor, x: Tensor, weight: LinearWeight, bias: Tensor | None = None) -> None:
+    """out [T, N] = x [T, K] W^T + bias [N], on the CPU, fp32 or bf16 with fp32 sums.
+
+    Blocks mean exactly what their format says. A row of `out` depends on its row of `x` alone, to the bit, for any T.
+    """
+    _runtime.linear(out, x, weight, bias)

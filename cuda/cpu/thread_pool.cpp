@@ -74,12 +74,14 @@ class ThreadPool {
 
   static uint64_t ticket(uint64_t job, uint64_t index) { return job << kIndexBits | index; }
 
-  // A worker on the caller's CPU would wait for the caller, who waits for it: some kernels, of virtual machines above all,
-  // leave the two together for long. Such a worker is put on a CPU that none of us uses, and is free to move from there.
+  // A worker on the caller's CPU would wait for the caller, who waits for it: some kernels, of virtual machines above
+  // all, leave the two together for long. Such a worker is put on a CPU that none of us uses, and is free to move from
+  // there.
   void part_from_caller() {
     const int here = sched_getcpu();
     for (Worker& worker : workers_) {
-      if (worker.cpu.load(std::memory_order_relaxed) != here && worker.cpu.load(std::memory_order_relaxed) >= 0) continue;
+      if (worker.cpu.load(std::memory_order_relaxed) != here && worker.cpu.load(std::memory_order_relaxed) >= 0)
+        continue;
       const int target = unused_cpu(here);
       if (target < 0) return;
       cpu_set_t only;

@@ -1,5 +1,10 @@
 #include <nanobind/stl/string.h>
 
+#include <algorithm>
+#include <iterator>
+#include <string>
+#include <utility>
+
 #include "octavo/copy_blocks.h"
 #include "octavo/linear.h"
 #include "octavo/norm.h"
@@ -174,11 +179,15 @@ void silu_mul(const Tensor& out, const Tensor& gate_up, uintptr_t stream, bool p
   run(out_view, args, cpu::silu_mul, gpu::silu_mul);
 }
 
+constexpr std::pair<const char*, WeightFormat> kWeightFormats[] = {{"float32", WeightFormat::kFloat32},
+                                                                   {"bfloat16", WeightFormat::kBFloat16},
+                                                                   {"Q4_0", WeightFormat::kQ4_0},
+                                                                   {"Q4_1", WeightFormat::kQ4_1},
+                                                                   {"Q8_0", WeightFormat::kQ8_0}};
+
 WeightFormat weight_format(const View& weight, const std::string& block_type) {
-  static constexpr std::pair<const char*, WeightFormat> kBlockTypes[] = {
-      {"Q4_0", WeightFormat::kQ4_0}, {"Q4_1", WeightFormat::kQ4_1}, {"Q8_0", WeightFormat::kQ8_0}};
-  for (const auto& [name, format] : kBlockTypes) {
-    if (block_type == name) return format;
+  for (const auto& [name, format] : kWeightFormats) {
+    if (block_type == name && row_bytes(format, 1) == 0) return format;
   }
   if (!block_type.empty()) weight.fail("has block type " + block_type + "; linear takes Q4_0, Q4_1 and Q8_0");
   const DType dtype = weight.dtype();
@@ -186,33 +195,41 @@ WeightFormat weight_format(const View& weight, const std::string& block_type) {
   return dtype == DType::kFloat32 ? WeightFormat::kFloat32 : WeightFormat::kBFloat16;
 }
 
-void linear(const Tensor& out, const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
-            const std::string& block_type) {
+LinearWeight pack_linear(const Tensor& weight, const std::string& block_type) {
+  View view("pack_linear", "weight", weight);
+  if (!view.on_cpu()) view.fail("must be on the CPU");
+  view.rank(2).contiguous();
+  const WeightFormat format = weight_format(view, block_type);
+  int64_t in_features = view.size(1);
+  if (!block_type.empty()) {
+    const int64_t block_bytes = row_bytes(format, kBlockWeights);
+    if (view.of(Scalar::kUInt8).size(1) % block_bytes != 0) {
+      view.fail("must have rows of whole blocks, " + std::to_string(block_bytes) + " bytes each");
+    }
+    in_features = in_features / block_bytes * kBlockWeights;
+  }
+  const auto out_features = static_cast<int32_t>(view.size(0));
+  nb::gil_scoped_release released;
+  return LinearWeight(format, view.data(), out_features, static_cast<int32_t>(in_features));
+}
+
+void linear(const Tensor& out, const Tensor& x, const LinearWeight& weight, const OptionalTensor& bias) {
   const char* op = "linear";
   View x_view(op, "x", x);
   View out_view(op, "out", out);
-  View weight_view(op, "weight", weight);
   if (!x_view.on_cpu()) x_view.fail("must be on the CPU");
   LinearArgs args{};
+  args.weight = &weight;
   args.dtype = x_view.rank(2).contiguous().dtype();
   args.num_tokens = static_cast<int32_t>(x_view.size(0));
-  args.in_features = static_cast<int32_t>(x_view.size(1));
-  args.out_features = static_cast<int32_t>(weight_view.rank(2).contiguous().like(x_view).size(0));
-  args.format = weight_format(weight_view, block_type);
-  if (block_type.empty()) {
-    weight_view.shape({args.out_features, args.in_features});
-  } else {
-    if (args.in_features % kBlockWeights != 0) x_view.fail("must have a multiple of 32 columns for weights in blocks");
-    weight_view.of(Scalar::kUInt8).shape({args.out_features, row_bytes(args.format, args.in_features)});
-  }
-  out_view.shape({args.num_tokens, args.out_features}).of(args.dtype).contiguous().like(x_view);
+  x_view.shape({args.num_tokens, weight.in_features()});
+  out_view.shape({args.num_tokens, weight.out_features()}).of(args.dtype).contiguous().like(x_view);
   if (!bias.object.is_none()) {
     View view(op, "bias", bias);
-    args.bias = view.shape({args.out_features}).of(args.dtype).contiguous().like(x_view).data();
+    args.bias = view.shape({weight.out_features()}).of(args.dtype).contiguous().like(x_view).data();
   }
   args.out = out_view.data();
   args.x = x_view.data();
-  args.weight = weight_view.data();
   nb::gil_scoped_release released;
   cpu::linear(args);
 }
@@ -230,7 +247,19 @@ void init_ops(nb::module_& module) {
              "cos_sin"_a, "bias"_a.none(), "q_norm"_a.none(), "k_norm"_a.none(), "norm_eps"_a, "stream"_a,
              "pdl"_a = false);
   module.def("copy_blocks", copy_blocks, "kv_pool"_a, "pairs"_a, "stream"_a);
-  module.def("linear", linear, "out"_a, "x"_a, "weight"_a, "bias"_a.none(), "block_type"_a);
+  nb::class_<LinearWeight>(module, "LinearWeight", "A weight matrix in the order in which linear reads it.")
+      .def_prop_ro("out_features", &LinearWeight::out_features)
+      .def_prop_ro("in_features", &LinearWeight::in_features)
+      .def_prop_ro("format",
+                   [](const LinearWeight& weight) {
+                     const auto* found =
+                         std::find_if(std::begin(kWeightFormats), std::end(kWeightFormats),
+                                      [&](const auto& entry) { return entry.second == weight.format(); });
+                     return std::string(found->first);
+                   })
+      .def_prop_ro("nbytes", &LinearWeight::size);
+  module.def("pack_linear", pack_linear, "weight"_a, "block_type"_a);
+  module.def("linear", linear, "out"_a, "x"_a, "weight"_a, "bias"_a.none());
   module.def("rms_norm", rms_norm, "out"_a, "x"_a, "residual"_a.none(), "weight"_a, "eps"_a, "stream"_a,
              "pdl"_a = false);
   module.def("silu_mul", silu_mul, "out"_a, "gate_up"_a, "stream"_a, "pdl"_a = false);

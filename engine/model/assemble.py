@@ -127,7 +127,8 @@ class _Loaded:
 
     def linear(self, layer: int | None, name: str, bias: str = "") -> Linear:
         key = (layer, name)
-        return Linear(self.tensors[key], self.tensors.get((layer, bias)), self._block_types[key])
+        # Out of the dictionary: what a CPU layer packs is freed before the next one is packed.
+        return Linear(self.tensors.pop(key), self.tensors.get((layer, bias)), self._block_types[key])
 
     def packed(self, item: Parameter) -> list[PackedMatrix]:
         """The pieces in blocks, if they share a format that the device multiplies."""

@@ -37,7 +37,7 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True)
 class DecoderWeights:
-    """A whole model on its device. `head.weight` is `embedding` itself where they are tied."""
+    """A whole model on its device. Where they are tied, `head` is made of `embedding` (on CUDA, the same memory)."""
 
     embedding: Tensor
     layers: list[LayerWeights]

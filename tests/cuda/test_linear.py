@@ -33,10 +33,11 @@ class Weight:
         else:
             self.stored = torch.from_numpy(values).to(getattr(torch, name))
             self.values = self.stored.float().numpy()
+        self.packed = ops.pack_linear(self.stored, self.block_type)
 
     def __call__(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         out = torch.full((len(x), len(self.values)), float("nan"), dtype=x.dtype)
-        ops.linear(out, x, self.stored, bias, block_type=self.block_type)
+        ops.linear(out, x, self.packed, bias)
         return out
 
 
@@ -83,6 +84,7 @@ def test_scales_at_the_ends_of_float16(block_type: str) -> None:
     weight.stored[:, :2] = scales[:, None].view(torch.uint8).reshape(6, 2)
     kind = gguf.GGMLQuantizationType[block_type]
     expected = gguf.quants.dequantize(weight.stored.numpy(), kind)
+    weight.packed = ops.pack_linear(weight.stored, block_type)
     assert torch.equal(weight(torch.eye(32)).T, torch.from_numpy(expected.copy()))
 
 
@@ -120,30 +122,47 @@ def test_nan_and_infinity_pass_through() -> None:
 
 
 def test_what_does_not_fit_is_refused() -> None:
-    x, out = normal(4, 64), torch.empty(4, 8)
-    float_weight, blocks = normal(8, 64), Weight("Q4_1", 8, 64).stored
+    x, out, weight = normal(4, 64), torch.empty(4, 8), Weight("Q4_1", 8, 64).packed
     wrong: dict[str, tuple[Any, ...]] = {
-        "x must be contiguous": (out, normal(64, 4).T, float_weight),
-        "out must be float32": (out.bfloat16(), x, float_weight),
-        "out must have size 8 on axis 1": (torch.empty(4, 9), x, float_weight),
-        "weight must have size 64 on axis 1": (out, x, normal(8, 32)),
-        "weight must be float32, bfloat16 or float16": (out, x, blocks),
-        "weight must be float32, bfloat16 or blocks": (out, x, float_weight.half()),
-        "weight must be contiguous": (out, x, normal(64, 8).T),
-        "bias must have size 8": (out, x, float_weight, normal(7)),
-        "bias must be float32": (out, x, float_weight, normal(8).bfloat16()),
+        "x must be contiguous": (out, normal(64, 4).T, weight),
+        "x must have size 64 on axis 1": (out, normal(4, 32), weight),
+        "out must be float32": (out.bfloat16(), x, weight),
+        "out must have size 8 on axis 1": (torch.empty(4, 9), x, weight),
+        "bias must have size 8": (out, x, weight, normal(7)),
+        "bias must be float32": (out, x, weight, normal(8).bfloat16()),
     }
     for message, arguments in wrong.items():
         with pytest.raises(_runtime.OpError, match=f"linear: {message}"):
             ops.linear(*arguments)
-    with pytest.raises(_runtime.OpError, match="block type Q5_K"):
-        ops.linear(out, x, blocks, block_type="Q5_K")
-    with pytest.raises(_runtime.OpError, match="weight must be uint8"):
-        ops.linear(out, x, float_weight, block_type="Q4_1")
-    with pytest.raises(_runtime.OpError, match="weight must have size 68"):
-        ops.linear(out, x, blocks, block_type="Q8_0")
-    with pytest.raises(_runtime.OpError, match="multiple of 32"):
-        ops.linear(out, normal(4, 40), blocks, block_type="Q4_1")
+
+
+def test_what_cannot_be_packed_is_refused() -> None:
+    blocks = Weight("Q4_1", 8, 64).stored
+    wrong: dict[str, tuple[Any, ...]] = {
+        "must be float32, bfloat16 or float16": (blocks,),
+        "must be float32, bfloat16 or blocks": (normal(8, 64).half(),),
+        "must be contiguous": (normal(64, 8).T,),
+        "must have 2 axes": (normal(64),),
+        "has block type Q5_K": (blocks, "Q5_K"),
+        "has block type float32": (normal(8, 64), "float32"),
+        "must be uint8": (normal(8, 40), "Q4_1"),
+        "must have rows of whole blocks, 34 bytes each": (blocks, "Q8_0"),
+    }
+    for message, arguments in wrong.items():
+        with pytest.raises(_runtime.OpError, match=f"pack_linear: weight {message}"):
+            ops.pack_linear(*arguments)
+
+
+def test_a_packed_weight_says_what_it_is_and_keeps_nothing() -> None:
+    stored = normal(50, 96)
+    weight, expected = ops.pack_linear(stored), stored.clone()
+    stored.fill_(float("nan"))
+    assert (weight.out_features, weight.in_features, weight.format) == (50, 96, "float32")
+    assert weight.nbytes == 96 * 96 * 4  # columns are padded to a multiple of 48
+    out = torch.empty(96, 50)
+    ops.linear(out, torch.eye(96), weight)
+    assert torch.equal(out.T, expected)
+    assert Weight("Q4_1", 96, 64).packed.nbytes == 96 * 2 * 20
 
 
 def test_an_unknown_instruction_set_is_refused() -> None:

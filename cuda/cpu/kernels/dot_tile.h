@@ -1,7 +1,7 @@
 // The inner loop of linear and of attention scores: a few rows against four columns, along their common length.
 #pragma once
 
-#include "cpu/kernels/weight_blocks.h"
+#include "cpu/kernels/simd.h"
 
 namespace octavo::cpu::OCTAVO_ISA {
 
@@ -29,19 +29,6 @@ struct PlainColumns {
     float values[kLanes] = {};
     for (int i = 0; i < rest; ++i) values[i] = cpu::load(column[c][k + i]);
     return load(values);
-  }
-};
-
-template <WeightFormat kFormat>
-struct BlockColumns {
-  static constexpr int kVecs = kBlockVecs;
-  const uint8_t* column[kTileColumns];
-  int64_t ahead;  // bytes
-
-  OCTAVO_INLINE void get(int c, int64_t k, Vec* out) const {
-    const uint8_t* block = column[c] + row_bytes(kFormat, k);
-    __builtin_prefetch(block + ahead);
-    decode_block<kFormat>(block, out);
   }
 };
 

@@ -1,244 +1,237 @@
-// linear, for one row of x to thousands, every row with the same bits whatever the number:
-// - up to a tile's rows: weights are decoded in registers as they stream past;
-// - up to what the first-level cache holds: four weight rows are decoded to it, and all rows of x pass over them;
-// - more: a panel of weight rows is decoded to the second-level cache, and groups of rows of x pass over it in turn.
-// Floor: one read of the weights, or T N K fused multiply-adds, whichever takes longer.
+// linear, in pieces of 128 k of a panel of 48 columns. A few rows of x: weights are decoded in registers as they stream
+// past. More: a piece is decoded to the first-level cache, and all rows of x pass over it. Each output element is the
+// sum, in order, of its pieces, each one chain of fused multiply-adds along k; so its bits do not depend on the rows
+// beside it, nor on how the work is shared out. Floor: one read of the weights, or T N K fused multiply-adds, whichever
+// takes longer.
 #include "octavo/linear.h"
 
-#include "cpu/kernels/dot_tile.h"
 #include "cpu/kernels/kernels.h"
+#include "cpu/kernels/strips.h"
 #include "cpu/scratch.h"
 #include "cpu/thread_pool.h"
 
 namespace octavo::cpu::OCTAVO_ISA {
 namespace {
 
-constexpr int64_t kPanelColumns = 64;
-constexpr int64_t kResidentRows = 18;  // of x, a chunk long, beside four weight rows and the sums, in 48 KiB
-constexpr int64_t kLongestChunk = 640;
+// A tile of sums that fills the registers: rows by strips.
+#if defined(__AVX512F__)
+constexpr int kTileRows = 8;
+constexpr int kTileStrips = kPanelStrips;
+constexpr int kStreamedRows = 4;
+#elif defined(__AVX2__)
+constexpr int kTileRows = 6;
+constexpr int kTileStrips = 1;
+constexpr int kStreamedRows = 1;
+#else
+constexpr int kTileRows = 3;
+constexpr int kTileStrips = 1;
+constexpr int kStreamedRows = 1;
+#endif
+constexpr int64_t kPiece = 128;  // of k: 24 KiB of decoded weights; and short chains round less
 constexpr int64_t kMostRows = 512;
-constexpr int64_t kCacheLine = 64;
+constexpr int64_t kLine = 64;
+constexpr int64_t kAhead = 4096;  // bytes of weights asked for in advance while they stream
 
-OCTAVO_INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
-OCTAVO_INLINE int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+template <int kRows, int kStrips>
+class Sums {
+ public:
+  OCTAVO_INLINE Sums() {
+#pragma GCC unroll 8
+    for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 8
+      for (int s = 0; s < kStrips; ++s) {
+#pragma GCC unroll 8
+        for (int i = 0; i < kStripVecs; ++i) v_[r][s][i] = splat(0.0f);
+      }
+    }
+  }
 
-// The common length is summed in chunks that the first-level cache holds, equal ones, whole blocks.
-OCTAVO_INLINE int64_t chunk_length(int64_t length) {
-  const int64_t equal = ceil_div(length, ceil_div(length, kLongestChunk));
-  return ceil_div(equal, kBlockWeights) * kBlockWeights;
-}
+  // x: one k of each row.
+  OCTAVO_INLINE void add(const float* x, int64_t x_stride, const Strip* weights) {
+#pragma GCC unroll 8
+    for (int r = 0; r < kRows; ++r) {
+      const Vec value = splat(x[r * x_stride]);
+#pragma GCC unroll 8
+      for (int s = 0; s < kStrips; ++s) {
+#pragma GCC unroll 8
+        for (int i = 0; i < kStripVecs; ++i) v_[r][s][i] = fma(value, weights[s].v[i], v_[r][s][i]);
+      }
+    }
+  }
 
-// Which weights a tile should ask for while it works: those `distance` elements behind, shared out among the `groups`
-// of rows that pass over the same tile, of which this is one.
-struct Ahead {
-  int64_t distance;
-  int64_t group;
-  int64_t groups;
+  // To p [kRows][kPanelColumns], in place of or on top of what is there.
+  OCTAVO_INLINE void put(float* p, bool first) const {
+#pragma GCC unroll 8
+    for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 8
+      for (int s = 0; s < kStrips; ++s) {
+#pragma GCC unroll 8
+        for (int i = 0; i < kStripVecs; ++i) {
+          float* place = p + r * kPanelColumns + s * kStripColumns + i * kLanes;
+          store(place, first ? v_[r][s][i] : load(place) + v_[r][s][i]);
+        }
+      }
+    }
+  }
 
-  OCTAVO_INLINE int64_t operator()(int64_t column) const { return column % groups == group ? distance : 0; }
+ private:
+  Vec v_[kRows][kStrips][kStripVecs];
 };
 
-// Four columns from `c` on, of `count` that start at `weights`; past the last one, column c is repeated.
-template <bool kPrefetch, class W>
-OCTAVO_INLINE PlainColumns<W, kPrefetch> plain_tile(const W* weights, int64_t stride, int64_t c, int64_t count,
-                                                    const Ahead& ahead) {
-  PlainColumns<W, kPrefetch> tile;
-  for (int i = 0; i < kTileColumns; ++i) {
-    tile.column[i] = weights + (c + i < count ? c + i : c) * stride;
-    tile.ahead[i] = ahead(c + i);
+// sums (+)= `count` k of kRows rows of x times a panel's weights, decoded in registers.
+template <WeightFormat kFormat, int kRows>
+void stream_piece(const float* x, int64_t x_stride, const uint8_t* stored, int64_t count, bool first, float* sums) {
+  constexpr int kCell = static_cast<int>(cell_length(kFormat));
+  constexpr int kCellBytes = static_cast<int>(cell_bytes(kFormat));
+  Sums<kRows, kPanelStrips> total;
+  for (int64_t k = 0; k < count; k += kCell, stored += kCellBytes) {
+    for (int at = 0; at < kCellBytes; at += kLine) __builtin_prefetch(stored + kAhead + at, 0, 2);
+    const StripCell<kFormat> cells[kPanelStrips] = {StripCell<kFormat>(stored),
+                                                    StripCell<kFormat>(stored + strip_bytes(kFormat)),
+                                                    StripCell<kFormat>(stored + 2 * strip_bytes(kFormat))};
+#pragma GCC unroll 32
+    for (int i = 0; i < kCell; ++i) {
+      const Strip weights[kPanelStrips] = {cells[0].at(i), cells[1].at(i), cells[2].at(i)};
+      total.add(x + k + i, x_stride, weights);
+    }
   }
-  return tile;
+  total.put(sums, first);
 }
 
+// Decodes `count` k of a panel to out [count][kPanelColumns].
 template <WeightFormat kFormat>
-inline void decode_row(const uint8_t* row, int64_t length, int64_t ahead, float* out) {
-  if constexpr (kFormat == WeightFormat::kBFloat16) {
-    const auto* weights = reinterpret_cast<const BFloat16*>(row);
-    for (int64_t k = 0; k < length; k += kLanes) {
-      const int lanes = static_cast<int>(least(length - k, kLanes));
-      __builtin_prefetch(row + 2 * k + ahead);
-      store_some(out + k, load_some(weights + k, lanes), lanes);
+void decode_piece(const uint8_t* stored, int64_t count, float* out) {
+  constexpr int kCell = static_cast<int>(cell_length(kFormat));
+  for (int64_t k = 0; k < count; k += kCell, stored += cell_bytes(kFormat)) {
+#pragma GCC unroll 4
+    for (int s = 0; s < kPanelStrips; ++s) {
+      const StripCell<kFormat> cell(stored + s * strip_bytes(kFormat));
+#pragma GCC unroll 32
+      for (int i = 0; i < kCell; ++i) {
+        const Strip strip = cell.at(i);
+        float* place = out + (k + i) * kPanelColumns + s * kStripColumns;
+#pragma GCC unroll 8
+        for (int v = 0; v < kStripVecs; ++v) store(place + v * kLanes, strip.v[v]);
+      }
     }
-  } else if constexpr (kFormat != WeightFormat::kFloat32) {
-    for (int64_t k = 0; k < length; k += kBlockWeights) {
-      Vec values[kBlockVecs];
-      const uint8_t* block = row + row_bytes(kFormat, k);
-      __builtin_prefetch(block + ahead);
-      decode_block<kFormat>(block, values);
-      for (int i = 0; i < kBlockVecs; ++i) store(out + k + i * kLanes, values[i]);
+  }
+}
+
+// What a pass over a piece asks for meanwhile: of each k's `stride` bytes from `start` on, some cache lines.
+struct Next {
+  const uint8_t* start;
+  int64_t stride;
+};
+
+// sums (+)= `count` k of kRows rows of x times kTileStrips strips of decoded weights [count][kPanelColumns].
+template <int kRows, int kLines>
+void add_piece(const float* x, int64_t x_stride, const float* weights, int64_t count, bool first, const Next& next,
+               float* sums) {
+  Sums<kRows, kTileStrips> total;
+  for (int64_t k = 0; k < count; ++k, weights += kPanelColumns) {
+#pragma GCC unroll 4
+    for (int line = 0; line < kLines; ++line) __builtin_prefetch(next.start + k * next.stride + line * kLine, 0, 2);
+    Strip strips[kTileStrips];
+#pragma GCC unroll 8
+    for (int s = 0; s < kTileStrips; ++s) {
+#pragma GCC unroll 8
+      for (int i = 0; i < kStripVecs; ++i) strips[s].v[i] = load(weights + s * kStripColumns + i * kLanes);
     }
+    total.add(x + k, x_stride, strips);
+  }
+  total.put(sums, first);
+}
+
+// Calls f<kRows>() with kRows = rows.
+template <int kRows, class F>
+OCTAVO_INLINE void with_rows(int64_t rows, const F& f) {
+  if constexpr (kRows > 0) {
+    if (rows == kRows) return f.template operator()<kRows>();
+    with_rows<kRows - 1>(rows, f);
   }
 }
 
 template <class T, WeightFormat kFormat>
 class Linear {
  public:
-  // x: rows [first_row, first_row + num_rows) in fp32, lanes in the order that kFormat wants.
+  // x: rows [first_row, first_row + num_rows) in fp32.
   Linear(const LinearArgs& args, const float* x, int64_t first_row, int64_t num_rows)
-      : args_(args),
-        x_(x),
-        first_row_(first_row),
-        num_rows_(num_rows),
-        length_(args.in_features),
-        chunk_(chunk_length(args.in_features)),
-        weight_stride_(row_bytes(kFormat, args.in_features)) {}
+      : args_(args), x_(x), first_row_(first_row), num_rows_(num_rows), length_(args.weight->in_features()) {}
 
-  // Output columns [begin, end).
-  void columns(int64_t begin, int64_t end) const {
-    // Panels of one size: a narrow last one would read x anew for little.
-    const int64_t width =
-        ceil_div(ceil_div(end - begin, ceil_div(end - begin, kPanelColumns)), kTileColumns) * kTileColumns;
-    for (int64_t column = begin; column < end; column += width) {
-      const Panel panel{static_cast<const uint8_t*>(args_.weight) + column * weight_stride_, column,
-                        least(end - column, width)};
-      if (num_rows_ <= kTileRows) {
-        with_rows<kTileRows>(num_rows_, [&]<int kRows>() { streamed<kRows>(panel); });
-      } else if (num_rows_ <= kResidentRows) {
-        resident(panel);
-      } else {
-        panelled(panel);
+  void panels(int64_t begin, int64_t end) const {
+    float* sums = scratch(Scratch::kSums, num_rows_ * kPanelColumns);
+    for (int64_t panel = begin; panel < end; ++panel) {
+      const uint8_t* stored = args_.weight->data() + panel * panel_bytes(kFormat, length_);
+      for (int64_t start = 0; start < length_; start += kPiece) {
+        add(stored + start * kStride, start, least(length_ - start, kPiece), sums);
       }
+      for (int64_t row = 0; row < num_rows_; ++row) finish(sums + row * kPanelColumns, row, panel * kPanelColumns);
     }
   }
 
  private:
-  static constexpr bool kDecoded = kFormat != WeightFormat::kFloat32;
+  static constexpr int64_t kStride = cell_bytes(kFormat) / cell_length(kFormat);  // bytes for each k
+  static constexpr int kLines = static_cast<int>((kStride + kLine - 1) / kLine);
 
-  struct Panel {
-    const uint8_t* weights;
-    int64_t column;
-    int64_t count;
-  };
-
-  // Calls f<kRows>() with kRows = rows.
-  template <int kRows, class F>
-  OCTAVO_INLINE static void with_rows(int64_t rows, const F& f) {
-    if constexpr (kRows > 0) {
-      if (rows == kRows) return f.template operator()<kRows>();
-      with_rows<kRows - 1>(rows, f);
+  // sums [num_rows][kPanelColumns] (+)= k in [start, start + count).
+  void add(const uint8_t* stored, int64_t start, int64_t count, float* sums) const {
+    if (num_rows_ <= kStreamedRows) {
+      return with_rows<kStreamedRows>(num_rows_, [&]<int kRows>() {
+        stream_piece<kFormat, kRows>(x_ + start, length_, stored, count, start == 0, sums);
+      });
     }
-  }
-
-  // f<kRows>(first row, group, number of groups) for groups of rows of much the same size.
-  template <class F>
-  OCTAVO_INLINE void for_groups(const F& f) const {
-    const int64_t groups = ceil_div(num_rows_, kTileRows);
-    for (int64_t group = 0; group < groups; ++group) {
-      const int64_t row = num_rows_ * group / groups;
-      with_rows<kTileRows>(num_rows_ * (group + 1) / groups - row,
-                           [&]<int kRows>() { f.template operator()<kRows>(row, Ahead{0, group, groups}); });
-    }
-  }
-
-  // f(start, length) for each chunk of the common length.
-  template <class F>
-  OCTAVO_INLINE void for_chunks(const F& f) const {
-    for (int64_t start = 0; start < length_; start += chunk_) f(start, least(length_ - start, chunk_));
-  }
-
-  template <int kRows>
-  void streamed(const Panel& panel) const {
-    float sums[kRows * kPanelColumns];
-    for_chunks([&](int64_t start, int64_t chunk) {
-      for (int64_t c = 0; c < panel.count; c += kTileColumns) {
-        dot_tile<kRows>(x_ + start, length_, stored_tile(panel, c, start), chunk, start > 0, sums + c, kPanelColumns);
-      }
-    });
-    finish(sums, 0, kRows, panel);
-  }
-
-  // Columns c ... of the panel from `start` on, as they are stored.
-  OCTAVO_INLINE auto stored_tile(const Panel& panel, int64_t c, int64_t start) const {
-    if constexpr (kFormat == WeightFormat::kFloat32 || kFormat == WeightFormat::kBFloat16) {
-      using W = std::conditional_t<kFormat == WeightFormat::kFloat32, float, BFloat16>;
-      const auto* weights = reinterpret_cast<const W*>(panel.weights) + start;
-      return plain_tile<true>(weights, length_, c, panel.count, Ahead{kTileColumns * length_, 0, 1});
-    } else {
-      BlockColumns<kFormat> tile;
-      for (int i = 0; i < kTileColumns; ++i) {
-        tile.column[i] = panel.weights + (c + i < panel.count ? c + i : c) * weight_stride_ + row_bytes(kFormat, start);
-      }
-      tile.ahead = kTileColumns * weight_stride_;
-      return tile;
-    }
-  }
-
-  void resident(const Panel& panel) const {
-    float sums[kResidentRows * kPanelColumns];
-    float* decoded = kDecoded ? scratch(Scratch::kWeights, kTileColumns * chunk_) : nullptr;
-    for_chunks([&](int64_t start, int64_t chunk) {
-      for (int64_t c = 0; c < panel.count; c += kTileColumns) {
-        const float* weights = reinterpret_cast<const float*>(panel.weights) + c * length_ + start;
-        const int64_t count = least(panel.count - c, kTileColumns);
-        if constexpr (kDecoded) {
-          decode(panel, c, count, start, chunk, kTileColumns * weight_stride_, decoded, chunk_);
-          weights = decoded;
-        }
-        for_groups([&]<int kRows>(int64_t row, Ahead ahead) {
-          ahead.distance = kTileColumns * length_;
-          const auto tile = plain_tile<!kDecoded>(weights, kDecoded ? chunk_ : length_, 0, count, ahead);
-          dot_tile<kRows>(x_ + row * length_ + start, length_, tile, chunk, start > 0, sums + row * kPanelColumns + c,
-                          kPanelColumns);
-        });
-      }
-    });
-    finish(sums, 0, num_rows_, panel);
-  }
-
-  void panelled(const Panel& panel) const {
-    const float* weights = reinterpret_cast<const float*>(panel.weights);
-    if constexpr (kDecoded) {
-      float* decoded = scratch(Scratch::kWeights, kPanelColumns * length_);
-      decode(panel, 0, panel.count, 0, length_, 0, decoded, length_);
+    const float* weights = reinterpret_cast<const float*>(stored);
+    if constexpr (kFormat != WeightFormat::kFloat32) {
+      float* decoded = scratch(Scratch::kWeights, kPiece * kPanelColumns);
+      decode_piece<kFormat>(stored, count, decoded);
       weights = decoded;
     }
-    for_groups([&]<int kRows>(int64_t row, Ahead ahead) {
-      float sums[kRows * kPanelColumns];
-      ahead.distance = kPanelColumns * length_;
-      for_chunks([&](int64_t start, int64_t chunk) {
-        for (int64_t c = 0; c < panel.count; c += kTileColumns) {
-          const auto tile = plain_tile<!kDecoded>(weights + start, length_, c, panel.count, ahead);
-          dot_tile<kRows>(x_ + row * length_ + start, length_, tile, chunk, start > 0, sums + c, kPanelColumns);
-        }
+    const Next next{stored + kPiece * kStride, kStride};
+    const int64_t groups = (num_rows_ + kTileRows - 1) / kTileRows;
+    for (int64_t group = 0; group < groups; ++group) {
+      const int64_t row = num_rows_ * group / groups;
+      with_rows<kTileRows>(num_rows_ * (group + 1) / groups - row, [&]<int kRows>() {
+        add_group<kRows>(group, groups, x_ + row * length_ + start, weights, count, start == 0, next,
+                         sums + row * kPanelColumns);
       });
-      finish(sums, row, kRows, panel);
-      if constexpr (kDecoded) prefetch_share(panel, ahead);
-    });
-  }
-
-  // Of the next panel's stored weights, the share of one of the groups that pass over this panel.
-  void prefetch_share(const Panel& panel, const Ahead& ahead) const {
-    const int64_t bytes = kPanelColumns * weight_stride_;
-    const uint8_t* next = panel.weights + bytes;
-    for (int64_t at = bytes * ahead.group / ahead.groups; at < bytes * (ahead.group + 1) / ahead.groups;
-         at += kCacheLine) {
-      __builtin_prefetch(next + at, 0, 2);
     }
   }
 
-  // Weights [start, start + chunk) of `count` columns to rows of `out`; meanwhile asks for what is `ahead` bytes
-  // behind.
-  void decode(const Panel& panel, int64_t c, int64_t count, int64_t start, int64_t chunk, int64_t ahead, float* out,
-              int64_t out_stride) const {
-    for (int64_t i = 0; i < count; ++i) {
-      const uint8_t* row = panel.weights + (c + i) * weight_stride_ + row_bytes(kFormat, start);
-      decode_row<kFormat>(row, chunk, ahead, out + i * out_stride);
+  // The next piece is asked for by the only group, or half by the first and half by the second.
+  template <int kRows>
+  void add_group(int64_t group, int64_t groups, const float* x, const float* weights, int64_t count, bool first,
+                 const Next& next, float* sums) const {
+    constexpr int kHalf = (kLines + 1) / 2;
+    if (groups == 1) {
+      add_strips<kRows, kLines>(x, weights, count, first, next, sums);
+    } else if (group == 0) {
+      add_strips<kRows, kHalf>(x, weights, count, first, next, sums);
+    } else if (group == 1 && kLines > kHalf) {
+      add_strips<kRows, kLines - kHalf>(x, weights, count, first, Next{next.start + kHalf * kLine, kStride}, sums);
+    } else {
+      add_strips<kRows, 0>(x, weights, count, first, next, sums);
     }
   }
 
-  // Rows of the sums [rows][kPanelColumns], plus the bias, to the output.
-  void finish(const float* sums, int64_t row, int64_t rows, const Panel& panel) const {
-    for (int64_t r = 0; r < rows; ++r)
-      finish_row(sums + r * kPanelColumns, first_row_ + row + r, panel.column, panel.count);
+  template <int kRows, int kAsked>
+  OCTAVO_INLINE void add_strips(const float* x, const float* weights, int64_t count, bool first, const Next& next,
+                                float* sums) const {
+    for (int s = 0; s < kPanelStrips; s += kTileStrips) {
+      const int64_t column = s * kStripColumns;
+      add_piece<kRows, kAsked>(x, length_, weights + column, count, first, next, sums + column);
+    }
   }
 
-  void finish_row(const float* sums, int64_t row, int64_t column, int64_t count) const {
-    T* out = static_cast<T*>(args_.out) + row * args_.out_features + column;
-    const T* bias = static_cast<const T*>(args_.bias);
+  // A row of sums, plus the bias, to the output.
+  void finish(const float* sums, int64_t row, int64_t column) const {
+    const int64_t columns = args_.weight->out_features();
+    T* out = static_cast<T*>(args_.out) + (first_row_ + row) * columns + column;
+    const T* bias = args_.bias == nullptr ? nullptr : static_cast<const T*>(args_.bias) + column;
+    const int64_t count = least(columns - column, kPanelColumns);
     for (int64_t c = 0; c < count; c += kLanes) {
       const int lanes = static_cast<int>(least(count - c, kLanes));
-      Vec sum = load_some(sums + c, lanes);
-      if (bias != nullptr) sum = sum + load_some(bias + column + c, lanes);
+      Vec sum = load(sums + c);
+      if (bias != nullptr) sum = sum + load_some(bias + c, lanes);
       store_some(out + c, sum, lanes);
     }
   }
@@ -248,40 +241,32 @@ class Linear {
   const int64_t first_row_;
   const int64_t num_rows_;
   const int64_t length_;
-  const int64_t chunk_;
-  const int64_t weight_stride_;  // bytes
 };
 
-// x as the kernels want it: itself, or a copy in fp32 with transposed lanes.
-template <WeightFormat kFormat, class T>
-const float* prepared(const T* x, int64_t count) {
-  if constexpr (std::is_same_v<T, float>) {
-    if (!transposed(kFormat)) return x;
-  }
+OCTAVO_INLINE const float* as_float(const float* x, int64_t) { return x; }
+
+inline const float* as_float(const BFloat16* x, int64_t count) {
   float* out = scratch(Scratch::kActivations, count);
-  for (int64_t i = 0; i < count; i += kLanes) {
-    const int lanes = static_cast<int>(least(count - i, kLanes));
-    const Vec v = load_some(x + i, lanes);
-    store_some(out + i, transposed(kFormat) ? transpose_lanes(v) : v, lanes);
-  }
+  for (int64_t i = 0; i < count; ++i) out[i] = cpu::load(x[i]);
   return out;
 }
 
 template <class T, WeightFormat kFormat>
 void run(const LinearArgs& args) {
-  const int64_t length = args.in_features;
+  const int64_t length = args.weight->in_features();
+  const int64_t panels = (args.weight->out_features() + kPanelColumns - 1) / kPanelColumns;
   for (int64_t first = 0; first < args.num_tokens; first += kMostRows) {
     const int64_t rows = least(args.num_tokens - first, kMostRows);
-    const float* x = prepared<kFormat>(static_cast<const T*>(args.x) + first * length, rows * length);
+    const float* x = as_float(static_cast<const T*>(args.x) + first * length, rows * length);
     const Linear<T, kFormat> linear(args, x, first, rows);
-    parallel_ranges(args.out_features, kTileColumns, rows * length,
-                    [&](int64_t begin, int64_t end) { linear.columns(begin, end); });
+    parallel_ranges(panels, 1, rows * length * kPanelColumns,
+                    [&](int64_t begin, int64_t end) { linear.panels(begin, end); });
   }
 }
 
 template <class T>
 void run_format(const LinearArgs& args) {
-  switch (args.format) {
+  switch (args.weight->format()) {
     case WeightFormat::kFloat32:
       return run<T, WeightFormat::kFloat32>(args);
     case WeightFormat::kBFloat16:
