@@ -61,7 +61,7 @@ class Admission:
             case EngineState.STARTING:
                 return engine_starting()
             case _:
-                return engine_died(self._replica.info.instance_id)
+                return engine_died(self._replica.info.instance_id, self._replica.problem)
 
     def _full(self) -> Failure | None:
         """`live` counts the request that asks. More than running and queue can hold is refused without a step."""

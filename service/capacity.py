@@ -63,5 +63,5 @@ class CapacityService(capacity_pb2_grpc.CapacityServiceServicer):
             accepting=replica.ready,
             revision=replica.changes.value,
             queue_delay=self._admission.queue_delay(),
-            heartbeat_age=time.monotonic() - stats.heartbeat,
+            heartbeat_age=time.monotonic() - replica.last_sign_of_life,
         )

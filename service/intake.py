@@ -144,7 +144,7 @@ def _failure_of(error: Exception, replica: Replica) -> Failure:
         case InvalidRequestError():
             return invalid(f"start.{error.field}", error.message)
         case EngineDiedError():
-            return engine_died(replica.info.instance_id)
+            return engine_died(replica.info.instance_id, replica.problem or str(error))
         case _:
             LOGGER.exception("request could not be started", exc_info=error)
             return internal(f"{type(error).__name__} while starting the request")

@@ -236,7 +236,9 @@ class RequestOutput:
             case RequestFinished():
                 self._on_finished(event)
             case RequestFailed():
-                self._close(self._override or from_engine(event, self.control.instance_id), event.usage)
+                failure = self._override or from_engine(event, self.control.instance_id)
+                # A dead engine cannot say what it had used; what came from it is known here.
+                self._close(failure, event.usage if event.usage != Usage() else self.usage_so_far)
 
     def _on_tokens(self, event: TokensGenerated) -> None:
         candidate = self.candidates[event.candidate]
@@ -295,7 +297,7 @@ class RequestOutput:
     def fail(self, failure: Failure) -> None:
         """Ends the request for its client without the engine's word."""
         if not self.closed:
-            self._close(failure, self.usage)
+            self._close(failure, self.usage_so_far)
             self._on_ready(self)
 
     def abandon(self, failure: Failure) -> None:

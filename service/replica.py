@@ -56,7 +56,8 @@ class Replica:
         self._ids = itertools.count(1)
         self._id_prefix = secrets.token_hex(4)
         self._step = -1
-        self._step_at = time.monotonic()
+        self._step_at = self._ready_at = time.monotonic()
+        self._engine_state = engine.state
         self._was_ready = False
         self._figures: tuple[int, ...] = ()
         self._watch: asyncio.Task[None] | None = None
@@ -93,13 +94,23 @@ class Replica:
         return self.engine.state not in (EngineState.FAILED, EngineState.STOPPED) or self.draining
 
     @property
+    def problem(self) -> str:
+        """What ended the engine, as far as it can tell."""
+        return getattr(self.engine, "problem", "")
+
+    @property
     def is_stalled(self) -> bool:
         """The step loop gives no sign of life, or makes no step while requests run."""
         now, limit = time.monotonic(), self.config.heartbeat_timeout
         stats = self.engine.stats
-        if now - stats.heartbeat > limit:
+        if now - self.last_sign_of_life > limit:
             return True
         return stats.running_requests > 0 and stats.step == self._step and now - self._step_at > limit
+
+    @property
+    def last_sign_of_life(self) -> float:
+        """The newest heartbeat, or when the engine became ready if it gave none since; `time.monotonic()`."""
+        return max(self.engine.stats.heartbeat, self._ready_at)
 
     def new_engine_id(self) -> str:
         return f"{self._id_prefix}-{next(self._ids):x}"
@@ -150,6 +161,9 @@ class Replica:
             await asyncio.sleep(WATCH_SECONDS)
 
     def _on_stats(self, stats: EngineStats, state: EngineState) -> None:
+        if state is EngineState.READY and self._engine_state is not EngineState.READY:
+            self._ready_at = time.monotonic()
+        self._engine_state = state
         if stats.step != self._step or not stats.running_requests:
             self._step, self._step_at = stats.step, time.monotonic()
         self.metrics.on_stats(stats)

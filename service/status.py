@@ -177,11 +177,11 @@ def engine_stalled() -> Failure:
     )
 
 
-def engine_died(instance_id: str) -> Failure:
+def engine_died(instance_id: str, cause: str = "") -> Failure:
     return Failure(
         grpc.StatusCode.UNAVAILABLE,
         "ENGINE_DIED",
-        "the engine stopped working",
+        f"the engine died: {cause}" if cause else "the engine died",
         metadata={"instance_id": instance_id},
         pushback_ms=RETRY_AT_ONCE,
     )
@@ -257,7 +257,7 @@ def _from_kind(event: RequestFailed, instance_id: str) -> Failure:
         case FailureKind.DRAIN_TIMEOUT:
             return drain_timeout()
         case FailureKind.ENGINE_DIED:
-            return engine_died(instance_id)
+            return engine_died(instance_id, event.message)
         case FailureKind.ENGINE_ERROR:
             return internal(event.message)
 
@@ -310,7 +310,7 @@ def usage_message(usage: Usage) -> generation_pb2.Usage:
 def trailing_metadata(failure: Failure) -> tuple[tuple[str, str | bytes], ...]:
     """The status with its details (the usage among them, which has a field of its own in events), and the pushback."""
     status = status_message(failure)
-    if failure.usage is not None:
+    if failure.usage not in (None, Usage()):
         status.details.add().Pack(usage_message(failure.usage))
     trailers: list[tuple[str, str | bytes]] = [(DETAILS_TRAILER, status.SerializeToString())]
     if failure.pushback_ms is not None:

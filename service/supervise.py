@@ -39,6 +39,11 @@ def kill_process(engine: EngineClient) -> None:
             os.kill(pid, signal.SIGKILL)
 
 
+def cause_of_death(engine: EngineClient) -> str:
+    """What an engine that can tell says of its end."""
+    return getattr(engine, "problem", "") or "it gave no cause"
+
+
 class SupervisedEngine:
     """An EngineClient over a sequence of engines, each with its own instance id.
 
@@ -61,7 +66,7 @@ class SupervisedEngine:
         self._kill = kill
         self._engine = create()
         self._listeners: list[Callable[[EngineStats, EngineState], None]] = []
-        self._restarting = False
+        self._dead = False
         self._stopping = False
         self._started_at = 0.0
         self._pause = FIRST_RESTART_SECONDS
@@ -78,6 +83,19 @@ class SupervisedEngine:
     @property
     def state(self) -> EngineState:
         return EngineState.STARTING if self._restarting else self._engine.state
+
+    @property
+    def pid(self) -> int | None:
+        """The engine's process, if it has one."""
+        return getattr(self._engine, "pid", None)
+
+    @property
+    def problem(self) -> str:
+        return cause_of_death(self._engine) if self._dead else ""
+
+    @property
+    def _restarting(self) -> bool:
+        return self._dead and self._restart
 
     async def start(self) -> EngineInfo:
         info = await self._start_engine(self._engine)
@@ -115,11 +133,18 @@ class SupervisedEngine:
     def _on_stats(self, engine: EngineClient, stats: EngineStats, state: EngineState) -> None:
         if engine is not self._engine:
             return
-        if state is EngineState.FAILED and self._restart and not (self._restarting or self._stopping):
-            LOGGER.error("engine died; starting another", extra={"instance_id": engine.info.instance_id})
-            self._restarting = True
-            self._tasks.append(asyncio.create_task(self._replace()))
+        if state is EngineState.FAILED and not (self._dead or self._stopping):
+            self._on_death(engine)
         self._notify(stats)
+
+    def _on_death(self, engine: EngineClient) -> None:
+        self._dead = True
+        cause = {"instance_id": engine.info.instance_id, "problem": cause_of_death(engine)}
+        if self._restart:
+            LOGGER.error("engine died; starting another", extra=cause)
+            self._tasks.append(asyncio.create_task(self._replace()))
+        else:
+            LOGGER.error("engine died; this service refuses requests until it is restarted itself", extra=cause)
 
     def _notify(self, stats: EngineStats) -> None:
         for listener in self._listeners:
@@ -140,7 +165,7 @@ class SupervisedEngine:
                 LOGGER.error("engine did not start", extra={"problem": str(error)})
                 continue
             LOGGER.info("engine stands again", extra={"instance_id": info.instance_id})
-            self._restarting = False
+            self._dead = False
             self._notify(self._engine.stats)
             return
 

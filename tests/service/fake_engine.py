@@ -104,6 +104,7 @@ class FakeEngineClient:
         self.submitted: list[GenerationRequest] = []
         self.cancelled: list[str] = []
         self.stopped_candidates: list[tuple[str, int]] = []
+        self.problem = ""
         self.hold = False  # nothing leaves the queue
         self.stats_overrides: dict[str, float] = {}
         self._record = record
@@ -227,6 +228,7 @@ class FakeEngineClient:
     def die(self) -> None:
         """As if the process was killed."""
         self._hung = True
+        self.problem = "engine process ended with code -9"
         self._end(EngineState.FAILED)
 
     def set_state(self, state: EngineState) -> None:
@@ -364,7 +366,7 @@ class FakeEngineClient:
         for live in list(self._live.values()):
             request_id = live.request.request_id
             del self._live[request_id]
-            live.sink([*live.events, RequestFailed(request_id, FailureKind.ENGINE_DIED, "engine ended")])
+            live.sink([*live.events, RequestFailed(request_id, FailureKind.ENGINE_DIED, self.problem or "engine was stopped")])
         self._notify()
 
     def _notify(self) -> None:

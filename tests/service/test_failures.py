@@ -230,6 +230,10 @@ async def test_engine_death_fails_every_live_request(served: Running) -> None:
         status = rich_status(stream.logs[request_id].failed.status)
         assert (status.code, status.reason) == (grpc.StatusCode.UNAVAILABLE, "ENGINE_DIED")
         assert status.metadata == {"instance_id": "fake-1"}
+        assert status.message == "the engine died: engine process ended with code -9"
+        usage = stream.logs[request_id].failed.usage
+        assert usage.prompt_tokens == len("prompt")
+        assert usage.completion_tokens == stream.logs[request_id].token_count() >= 2
     assert await stream.finish() is grpc.StatusCode.OK
 
 
@@ -253,6 +257,12 @@ async def test_engine_death_after_output_forbids_one(served: Running) -> None:
     served.engine.die()
     status = error_status((await read_to_error(call))[1])
     assert (status.reason, status.pushback_ms) == ("ENGINE_DIED", -1)
+
+
+async def test_refusal_without_usage_has_no_detail_of_it(served: Running) -> None:
+    status = await refusal(served, start("x" * 500))
+    assert status.reason == "PROMPT_TOO_LONG"
+    assert not [detail for detail in status.details if isinstance(detail, pb.Usage)]
 
 
 async def test_dead_engine_refuses_new_requests(served: Running) -> None:

@@ -27,12 +27,16 @@ class Factory:
     def __init__(self) -> None:
         self.engines: list[FakeEngineClient] = []
         self.broken = 0
+        self.beats = True
 
     def __call__(self) -> EngineClient:
         engine = FakeEngineClient(step_delay=0.005, instance_id=f"fake-{len(self.engines) + 1}")
         if self.broken:
             self.broken -= 1
             engine.start = _refuse_to_start  # type: ignore[method-assign]
+        if not self.beats:
+            engine.hang()
+            engine.stats_overrides = {"heartbeat": 0.0}
         self.engines.append(engine)
         return engine
 
@@ -118,6 +122,32 @@ async def test_idle_engine_with_heartbeats_is_left_alone() -> None:
         await asyncio.sleep(1.0)
         assert len(factory.engines) == 1
         assert served.server.replica.ready
+
+
+async def test_death_without_restart_is_logged_once_with_its_cause(caplog: pytest.LogCaptureFixture) -> None:
+    async with supervised(restart=False) as (served, factory):
+        factory.newest.die()
+        factory.newest.set_state(EngineState.FAILED)
+        (record,) = [record for record in caplog.records if record.levelname == "ERROR"]
+        assert "engine died" in record.getMessage()
+        assert vars(record)["problem"] == "engine process ended with code -9"
+        status = await refusal(served, start())
+        assert (status.reason, status.message) == ("ENGINE_DIED", "the engine died: engine process ended with code -9")
+
+
+async def test_first_request_before_any_heartbeat_is_served() -> None:
+    """Also after a restart, when the engine before gave its last sign of life long ago."""
+    async with supervised(restart=True) as (served, factory):
+        factory.newest.hang()
+        factory.newest.stats_overrides = {"heartbeat": 0.0}
+        assert served.server.replica.ready
+        assert (await capacity(served)).load.engine_heartbeat_age.ToSeconds() == 0
+        await asyncio.sleep(QUICK.heartbeat_timeout + 0.1)
+        assert not served.server.replica.ready
+        factory.beats = False
+        factory.newest.die()
+        await until(lambda: served.server.replica.ready)
+        assert factory.newest.stats.heartbeat == 0.0
 
 
 async def test_without_restart_a_dead_engine_stays_dead() -> None:
