@@ -206,6 +206,7 @@ def test_pool_is_claimed_at_start_and_context_limited_by_it(tiny: Path) -> None:
     [
         ({"max_num_seqs": 0}, "max_num_seqs"),
         ({"kv_cache_tokens": 0}, "kv_cache_tokens"),
+        ({"kv_cache_tokens": 10**14}, "kv_cache_tokens"),
         ({"max_model_len": 10**7}, "max_model_len"),
         ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization"),
         ({"dtype": "int3"}, "int3"),

@@ -76,4 +76,10 @@ def allocate_pool(
     """[num_blocks + 1, layers, 2, kv_heads, block_size, head_dim], zeroed (so every page is resident); block 0 is
     scratch."""
     shape = (num_blocks + 1, spec.num_layers, 2, spec.kv_heads, block_size, spec.head_dim)
-    return torch.empty(shape, dtype=dtype, device=device).zero_()
+    try:
+        return torch.empty(shape, dtype=dtype, device=device).zero_()
+    except RuntimeError:  # torch's out-of-memory errors are of this kind
+        size = gib(num_blocks * block_size * bytes_per_token(spec, dtype))
+        raise ConfigurationError(
+            f"a KV cache of {num_blocks * block_size} tokens ({size}) cannot be allocated: lower kv_cache_tokens"
+        ) from None
