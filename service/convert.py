@@ -30,6 +30,7 @@ from service.request import ChatPrompt, Generation, OutputOptions, Prompt, TextP
 from service.status import (
     Failure,
     RequestRefusedError,
+    grammar_invalid,
     invalid,
     prompt_too_long,
     status_message,
@@ -223,7 +224,16 @@ def _parse_grammar(start: generation_pb2.StartGeneration) -> Grammar | None:
         raise refuse(invalid(f"{path}.{name}", "is empty"))
     if len(text.encode()) > MAX_GRAMMAR_BYTES:
         raise refuse(invalid(f"{path}.{name}", f"is longer than {MAX_GRAMMAR_BYTES} bytes"))
+    if name == "json_schema":
+        _check_json(text, f"{path}.{name}")
     return Grammar(GrammarKind(name), text)
+
+
+def _check_json(text: str, path: str) -> None:
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise refuse(grammar_invalid(path, f"is not JSON: {error}")) from None
 
 
 def _grammar_text(message: generation_pb2.StructuredOutput, name: str) -> str:

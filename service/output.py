@@ -236,7 +236,7 @@ class RequestOutput:
             case RequestFinished():
                 self._on_finished(event)
             case RequestFailed():
-                failure = self._override or from_engine(event, self.control.instance_id)
+                failure = self._override or from_engine(event, self.control.instance_id, self.generation.grammar)
                 # A dead engine cannot say what it had used; what came from it is known here.
                 self._close(failure, event.usage if event.usage != Usage() else self.usage_so_far)
 

@@ -14,7 +14,7 @@ from google.protobuf import duration_pb2, message
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 from grpc import aio
 
-from engine import FailureKind, RequestFailed, Usage
+from engine import FailureKind, Grammar, RequestFailed, Usage
 from octavo.v1 import generation_pb2
 
 LOGGER = logging.getLogger(__name__)
@@ -101,12 +101,12 @@ def prompt_too_long(problem: str, numbers: Mapping[str, int]) -> Failure:
     )
 
 
-def grammar_invalid(problem: str) -> Failure:
+def grammar_invalid(field_path: str, problem: str) -> Failure:
     return Failure(
         grpc.StatusCode.INVALID_ARGUMENT,
         "GRAMMAR_INVALID",
-        f"start.structured_output: {problem}",
-        fields=(("start.structured_output", problem),),
+        f"{field_path}: {problem}",
+        fields=((field_path, problem),),
     )
 
 
@@ -233,19 +233,20 @@ def unknown_service(name: str) -> Failure:
     )
 
 
-def from_engine(event: RequestFailed, instance_id: str) -> Failure:
-    """The failure of a request inside the engine, as its client sees it."""
-    return _from_kind(event, instance_id).with_usage(event.usage)
+def from_engine(event: RequestFailed, instance_id: str, grammar: Grammar | None = None) -> Failure:
+    """The failure of a request inside the engine, as its client sees it. grammar: the request's, to name its field."""
+    return _from_kind(event, instance_id, grammar).with_usage(event.usage)
 
 
-def _from_kind(event: RequestFailed, instance_id: str) -> Failure:
+def _from_kind(event: RequestFailed, instance_id: str, grammar: Grammar | None) -> Failure:
     match event.kind:
         case FailureKind.INVALID:
             return invalid(f"start.{event.field}" if event.field else "start", event.message)
         case FailureKind.PROMPT_TOO_LONG:
             return replace(prompt_too_long(event.message, {}), metadata=event.details)
         case FailureKind.GRAMMAR_INVALID:
-            return grammar_invalid(event.message)
+            path = "start.structured_output"
+            return grammar_invalid(path if grammar is None else f"{path}.{grammar.kind}", event.message)
         case FailureKind.QUEUE_FULL:
             return queue_full(event.message, float(event.details.get("retry_after", "1")))
         case FailureKind.EXPIRED_IN_QUEUE:

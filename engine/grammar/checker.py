@@ -53,8 +53,16 @@ def _answer(kind: str, text: str, limits: LLParserLimits) -> dict[str, str]:
     except Exception as raised:
         error = str(raised)
     if error and not error.startswith("WARNING"):
-        return {"error": " ".join(error.split())[:_ERROR_LENGTH]}
+        return {"error": _one_line(kind, error)[:_ERROR_LENGTH]}
     return {"grammar": grammar}
+
+
+def _one_line(kind: str, error: str) -> str:
+    """Without the indented lines, which are excerpts with a caret under them and mean nothing once joined."""
+    told = [line for line in error.splitlines() if not line.startswith(" ")] or error.splitlines()
+    joined = " ".join(" ".join(told).split()).replace("regex parse error: error:", "regex parse error:")
+    # A regex is alone in a rule made around it: where in that rule it stands helps nobody.
+    return joined.rpartition("regex parse error: ")[2] if kind == "regex" else joined
 
 
 def _to_llguidance(kind: str, text: str) -> str:

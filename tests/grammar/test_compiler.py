@@ -155,6 +155,22 @@ def test_hostile_grammars_are_refused_in_bounded_time_and_the_next_is_served(
     assert accepts(compiled(compiler, GrammarKind.REGEX, "ab*"), "abb")
 
 
+@pytest.mark.parametrize(
+    ("kind", "text", "message"),
+    [
+        (GrammarKind.REGEX, "(", "unclosed group"),
+        (GrammarKind.JSON_SCHEMA, '{"type": "string", "pattern": "("}', "regex parse error: unclosed group"),
+        (GrammarKind.EBNF, 'start: "b" | (\n  | "a"', "2(8): Expected token ')', found '\\n' (at \"\\n\" ('\\n'))"),
+    ],
+)
+def test_messages_have_no_excerpts_in_them(
+    compiler: GrammarCompiler, kind: GrammarKind, text: str, message: str
+) -> None:
+    with pytest.raises(GrammarError) as caught:
+        compiled(compiler, kind, text)
+    assert str(caught.value) == message
+
+
 def test_a_trial_that_takes_too_long_is_ended_and_forgotten(
     compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -176,7 +176,16 @@ async def test_grammar_that_does_not_compile(served: Running) -> None:
     served.engine.plan = lambda _: Script(fail_after=0, fail_kind=FailureKind.GRAMMAR_INVALID)
     status = await refusal(served, start(**structured(regex="(")))
     assert (status.code, status.reason) == (grpc.StatusCode.INVALID_ARGUMENT, "GRAMMAR_INVALID")
-    assert status.fields == ["start.structured_output"]
+    assert status.fields == ["start.structured_output.regex"]
+    assert status.message == "start.structured_output.regex: non-finite logits"
+
+
+async def test_schema_that_is_no_json(served: Running) -> None:
+    status = await refusal(served, start(**structured(json_schema="{bad")))
+    assert (status.code, status.reason) == (grpc.StatusCode.INVALID_ARGUMENT, "GRAMMAR_INVALID")
+    assert status.fields == ["start.structured_output.json_schema"]
+    assert status.message.startswith("start.structured_output.json_schema: is not JSON: ")
+    assert served.engine.submitted == []
 
 
 async def test_absent_parameters_are_neutral(served: Running) -> None:
