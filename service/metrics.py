@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
-from wsgiref.simple_server import WSGIServer
+from socketserver import TCPServer, ThreadingMixIn
+from typing import TYPE_CHECKING, Protocol
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
-from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client import CollectorRegistry, make_wsgi_app
 from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
@@ -18,8 +20,13 @@ from prometheus_client.core import (
 )
 
 from engine import EngineInfo, EngineStats, Timing, Usage
+from service.ports import resolved
 from service.status import Failure
 
+if TYPE_CHECKING:
+    from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
+
+POLL_SECONDS = 0.1
 SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 120, 300, 600)
 FAULTS = ("ENGINE_ERROR", "ENGINE_DIED", "ENGINE_STALLED")
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
@@ -225,7 +232,43 @@ class RequestTimer:
         metrics.completion_tokens.observe(usage.completion_tokens)
 
 
-def serve_metrics(metrics: Metrics, host: str, port: int) -> WSGIServer:
-    """Answers scrapes at http://host:port/metrics from a thread. Raises OSError if the port is taken."""
-    server, _ = start_http_server(port, addr=host, registry=metrics.registry)
-    return server
+class MetricsServer(ThreadingMixIn, WSGIServer):
+    """Answers scrapes at http://host:port/metrics from threads. Raises OSError if the port is taken."""
+
+    daemon_threads = True
+
+    def __init__(self, metrics: Metrics, host: str, port: int) -> None:
+        self.address_family, address = resolved(host, port)
+        super().__init__(address, QuietHandler)
+        self.set_app(only_metrics(make_wsgi_app(metrics.registry)))
+        threading.Thread(target=self.serve_forever, args=(POLL_SECONDS,), daemon=True).start()
+
+    def server_bind(self) -> None:
+        # The base class looks the host's name up, which may take seconds.
+        TCPServer.server_bind(self)
+        self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
+        self.setup_environ()
+
+    def stop(self) -> None:
+        """Takes POLL_SECONDS at most."""
+        self.shutdown()
+        self.server_close()
+
+
+class QuietHandler(WSGIRequestHandler):
+    """Logs no request."""
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+def only_metrics(application: WSGIApplication) -> WSGIApplication:
+    """404 beside /metrics: a scrape of a mistyped path must not look like a good one."""
+
+    def route(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
+        if environ.get("PATH_INFO") == "/metrics":
+            return application(environ, start_response)
+        start_response("404 Not Found", [("Content-Type", "text/plain")])
+        return [b"metrics are at /metrics\n"]
+
+    return route

@@ -20,8 +20,8 @@ from engine import (
     load_tokenizer,
 )
 from service.config import ServiceConfig
-from service.server import Server, check_security
-from service.supervise import SupervisedEngine
+from service.server import Server, check_ports, check_security
+from service.supervise import SupervisedEngine, kill_process
 
 LOGGER = logging.getLogger(__name__)
 
@@ -50,6 +50,8 @@ async def serve(engine_config: EngineConfig, service_config: ServiceConfig, *, i
     """Serves until SIGTERM or SIGINT; returns the exit code. What cannot be served is one line on standard error,
     before any port is opened."""
     try:
+        check_security(service_config)
+        check_ports(service_config)
         tokenizer = await asyncio.to_thread(load_tokenizer, engine_config.model)
     except ConfigurationError as error:
         return _fail(str(error), EXIT_CONFIGURATION)
@@ -66,16 +68,16 @@ async def serve_engine(engine: EngineClient, tokenizer: Tokenizer, config: Servi
     signals = Signals()
     try:
         check_security(config)
+        check_ports(config)
         if not await _start_engine(engine, signals):
             return EXIT_OK
         server = Server(engine, tokenizer, config)
         await server.start()
     except ConfigurationError as error:
-        return _fail(str(error), EXIT_CONFIGURATION)
-    except OSError as error:
         await engine.stop()
         return _fail(str(error), EXIT_CONFIGURATION)
     except EngineError as error:
+        await engine.stop()
         return _fail(str(error), EXIT_FAULT)
     if config.admin_port is not None:
         LOGGER.info("admin port is open", extra={"port": server.admin_port})
@@ -94,6 +96,7 @@ async def _start_engine(engine: EngineClient, signals: Signals) -> bool:
     if starting.done():
         starting.result()
         return True
+    kill_process(engine)  # one that loads listens to nobody, and has nothing to lose
     starting.cancel()
     with contextlib.suppress(asyncio.CancelledError, EngineError):
         await starting

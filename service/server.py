@@ -5,15 +5,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
+import signal
 import time
 from typing import Any
-from wsgiref.simple_server import WSGIServer
 
 import grpc
 from grpc import aio
 from grpc_channelz.v1 import channelz
 
-from engine import EngineClient, Tokenizer
+from engine import ConfigurationError, EngineClient, Tokenizer
 from octavo.v1 import admin_pb2_grpc, capacity_pb2_grpc, generation_pb2_grpc, tokenization_pb2_grpc
 from service.admin import AdminService
 from service.capacity import CapacityService
@@ -21,12 +22,14 @@ from service.config import ServiceConfig
 from service.generation import GenerationService
 from service.health import HealthMessages, HealthService
 from service.interceptors import BearerAuthentication, MalformedRequests
-from service.metrics import serve_metrics
+from service.metrics import MetricsServer
 from service.orca import OpenRcaService
+from service.ports import cannot_listen, try_ports
 from service.reflection import ADMIN_SERVICES, SERVICES, enable_reflection
 from service.replica import Replica
 from service.security import check_exposure, listen_address, server_credentials
 from service.status import drain_timeout, draining
+from service.supervise import engine_pid
 from service.tokenization import TokenizationService
 from service.tokens import Right, TokenFile
 
@@ -35,6 +38,7 @@ LOGGER = logging.getLogger(__name__)
 DRAIN_POLL_SECONDS = 0.02
 LAST_EVENTS_SECONDS = 2.0
 STOP_GRACE_SECONDS = 0.5
+HURRIED_SECONDS = 0.2  # what each of three steps gets of it once nobody wants to wait
 TOKENS_RELOAD_SECONDS = 1.0
 LOOPBACK = "127.0.0.1"
 
@@ -64,6 +68,12 @@ def check_security(config: ServiceConfig) -> None:
         TokenFile(config.security.tokens)
 
 
+def check_ports(config: ServiceConfig) -> None:
+    """Raises ConfigurationError for a port that cannot be had now."""
+    admin = ("--admin-port", LOOPBACK, config.admin_port)
+    try_ports([("--port", config.host, config.port), ("--metrics-port", config.host, config.metrics_port), admin])
+
+
 class Server:
     """A gRPC server over a started engine. Keep a reference to it while it serves."""
 
@@ -80,7 +90,7 @@ class Server:
         self._credentials = server_credentials(config.security)
         self._grpc = aio.server(options=server_options(config), interceptors=self._interceptors(Right.GENERATE))
         self._admin = aio.server(options=server_options(config), interceptors=self._interceptors(Right.ADMIN))
-        self._metrics: WSGIServer | None = None
+        self._metrics: MetricsServer | None = None
         self._watching: asyncio.Task[None] | None = None
         self._add_services()
 
@@ -111,14 +121,18 @@ class Server:
         self.drain_requested.set()
 
     async def start(self) -> None:
-        """Listens. Raises OSError if a port cannot be had."""
+        """Listens. Raises ConfigurationError if a port cannot be had."""
         config = self.config
-        self.port = add_port(self._grpc, config.host, config.port, self._credentials)
+        self.port = add_port(self._grpc, "--port", config.host, config.port, self._credentials)
         if config.admin_port is not None:
-            self.admin_port = add_port(self._admin, LOOPBACK, config.admin_port, None)
+            self.admin_port = add_port(self._admin, "--admin-port", LOOPBACK, config.admin_port, None)
             await self._admin.start()
         if config.metrics_port is not None:
-            self._metrics = serve_metrics(self.replica.metrics, config.host, config.metrics_port)
+            try:
+                self._metrics = MetricsServer(self.replica.metrics, config.host, config.metrics_port)
+            except OSError as error:
+                problem = cannot_listen("--metrics-port", config.host, config.metrics_port, error)
+                raise ConfigurationError(problem) from None
         await self._grpc.start()
         self._watching = asyncio.create_task(self._watch_tokens())
         self.replica.start_watching()
@@ -136,23 +150,37 @@ class Server:
         if self._has_work():
             for request in replica.live:
                 request.cancel_with(drain_timeout())
-            await self._wait_idle(time.monotonic() + LAST_EVENTS_SECONDS, asyncio.Event())
-        await self.stop()
+            last_events = asyncio.create_task(self._wait_idle(time.monotonic() + LAST_EVENTS_SECONDS, asyncio.Event()))
+            await _wait_either(last_events, stop_now, HURRIED_SECONDS)
+            last_events.cancel()
+        await self.stop(stop_now)
 
-    async def stop(self) -> None:
-        """Ends every RPC and the engine. Idempotent."""
+    async def stop(self, stop_now: asyncio.Event | None = None) -> None:
+        """Ends every RPC and the engine; with `stop_now` within a fraction of a second. Idempotent."""
+        stop_now = stop_now or asyncio.Event()
         self.replica.begin_stop()
         self.replica.streams.fail_all(draining())
-        await asyncio.gather(self._grpc.stop(STOP_GRACE_SECONDS), self._admin.stop(STOP_GRACE_SECONDS))
+        grpc_ends = asyncio.gather(self._grpc.stop(STOP_GRACE_SECONDS), self._admin.stop(STOP_GRACE_SECONDS))
+        await _wait_either(grpc_ends, stop_now, HURRIED_SECONDS)
         if self._watching is not None:
             self._watching.cancel()
         if self._metrics is not None:
-            self._metrics.shutdown()
-            self._metrics.server_close()
+            await asyncio.to_thread(self._metrics.stop)
             self._metrics = None
-        await self.replica.engine.stop()
+        await self._stop_engine(stop_now)
         await self.replica.close()
         LOGGER.info("stopped")
+
+    async def _stop_engine(self, stop_now: asyncio.Event) -> None:
+        engine = self.replica.engine
+        pid = engine_pid(engine)  # an engine that stops does not tell any more
+        stopping = asyncio.create_task(engine.stop())
+        await _wait_either(stopping, stop_now, HURRIED_SECONDS)
+        if not stopping.done() and pid is not None:
+            LOGGER.warning("engine did not stop in time; killing it")
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        await stopping
 
     async def _watch_tokens(self) -> None:
         while self.tokens is not None:
@@ -167,15 +195,25 @@ class Server:
             await asyncio.sleep(DRAIN_POLL_SECONDS)
 
 
-def add_port(server: aio.Server, host: str, port: int, credentials: grpc.ServerCredentials | None) -> int:
-    """The port that was taken. Raises OSError."""
+def add_port(server: aio.Server, flag: str, host: str, port: int, credentials: grpc.ServerCredentials | None) -> int:
+    """The port that was taken. Raises ConfigurationError."""
     address = listen_address(host, port)
     try:
         if credentials is None:
             return server.add_insecure_port(address)
         return server.add_secure_port(address, credentials)
     except RuntimeError:
-        raise OSError(f"cannot listen on {address}") from None
+        raise ConfigurationError(cannot_listen(flag, host, port)) from None
+
+
+async def _wait_either(work: asyncio.Future[Any], stop_now: asyncio.Event, hurried: float) -> None:
+    """Waits for work; once `stop_now` is set, only `hurried` seconds longer. The work goes on by itself then."""
+    stopping = asyncio.ensure_future(stop_now.wait())
+    await asyncio.wait({work, stopping}, return_when=asyncio.FIRST_COMPLETED)
+    stopping.cancel()
+    await asyncio.wait({work}, timeout=hurried)
+    if work.done():
+        work.result()
 
 
 async def _wait_event(event: asyncio.Event, until: float) -> None:

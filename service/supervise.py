@@ -31,9 +31,14 @@ HANG_SECONDS = {"cpu": 30.0}
 ACCELERATOR_HANG_SECONDS = 3.0
 
 
+def engine_pid(engine: EngineClient) -> int | None:
+    """The process of an engine that has one."""
+    return getattr(engine, "pid", None)
+
+
 def kill_process(engine: EngineClient) -> None:
     """Ends the process of an engine that has one."""
-    pid = getattr(engine, "pid", None)
+    pid = engine_pid(engine)
     if pid is not None:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
@@ -87,7 +92,7 @@ class SupervisedEngine:
     @property
     def pid(self) -> int | None:
         """The engine's process, if it has one."""
-        return getattr(self._engine, "pid", None)
+        return engine_pid(self._engine)
 
     @property
     def problem(self) -> str:

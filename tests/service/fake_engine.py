@@ -366,7 +366,9 @@ class FakeEngineClient:
         for live in list(self._live.values()):
             request_id = live.request.request_id
             del self._live[request_id]
-            live.sink([*live.events, RequestFailed(request_id, FailureKind.ENGINE_DIED, self.problem or "engine was stopped")])
+            live.sink(
+                [*live.events, RequestFailed(request_id, FailureKind.ENGINE_DIED, self.problem or "engine was stopped")]
+            )
         self._notify()
 
     def _notify(self) -> None:

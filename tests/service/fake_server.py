@@ -1,15 +1,19 @@
 """`python -m tests.service.fake_server [PORT [ADMIN_PORT]]`: the real server process over the scripted engine.
 
 A prompt that starts with "slow" gets a token every 20 ms; other requests are as fast as the scripted engine is.
-FAKE_STEP_DELAY, FAKE_MAX_NUM_SEQS and FAKE_MAX_QUEUED_REQUESTS set its speed and bounds.
+FAKE_STOP_SECONDS: its stop takes so long, or until its process (a `sleep`) is killed; FAKE_SKIP_PORT_CHECK leaves a
+taken port to be found by the start. FAKE_STEP_DELAY, FAKE_MAX_NUM_SEQS and FAKE_MAX_QUEUED_REQUESTS set its speed and
+bounds.
 """
 
 from __future__ import annotations
 
+import asyncio
 import os
 import sys
 
-from engine import GenerationRequest
+import service.serve
+from engine import EngineInfo, GenerationRequest
 from service.config import ServiceConfig
 from service.logs import configure_logs
 from service.serve import run, serve_engine
@@ -21,9 +25,26 @@ def plan(request: GenerationRequest) -> Script:
     return Script(steps_per_token=20) if request.prompt_token_ids[:4] == list(b"slow") else Script()
 
 
+class SlowToStop(FakeEngineClient):
+    """Its stop waits for the end of a process, as a real engine's does."""
+
+    pid: int
+
+    async def start(self) -> EngineInfo:
+        self._process = await asyncio.create_subprocess_exec("sleep", os.environ["FAKE_STOP_SECONDS"])
+        self.pid = self._process.pid
+        return await super().start()
+
+    async def stop(self) -> None:
+        await self._process.wait()
+        await super().stop()
+
+
 def main() -> int:
     configure_logs("info")
-    engine = FakeEngineClient(
+    if "FAKE_SKIP_PORT_CHECK" in os.environ:
+        service.serve.check_ports = lambda config: None  # type: ignore[attr-defined]  # an import of it
+    engine = (SlowToStop if "FAKE_STOP_SECONDS" in os.environ else FakeEngineClient)(
         record=False,
         step_delay=float(os.environ.get("FAKE_STEP_DELAY", "0.001")),
         max_num_seqs=int(os.environ.get("FAKE_MAX_NUM_SEQS", "64")),

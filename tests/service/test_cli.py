@@ -7,6 +7,7 @@ import inspect
 import json
 import os
 import signal
+import socket
 import sys
 from collections.abc import Callable
 
@@ -151,12 +152,32 @@ async def test_bad_flag_value_is_exit_code_2() -> None:
     assert "--max-num-seqs" in err
 
 
-async def test_taken_port_is_one_line() -> None:
-    async with server_process(*FAKE) as server:
-        port = server.address.rpartition(":")[2]
-        code, _, err = await run_command(sys.executable, *FAKE, port)
-        assert code == 2
-        assert [line for line in err.splitlines() if "cannot listen" in line]
+@pytest.mark.parametrize("flag", ["--port", "--metrics-port", "--admin-port"])
+async def test_taken_port_is_one_line_before_anything_is_loaded(flag: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        ports = {"--port": "0", "--metrics-port": "0", flag: str(port)}
+        arguments = [part for pair in ports.items() for part in pair]
+        code, out, err = await octavo("serve", "--model", "/nowhere/model", *arguments)
+    assert (code, out) == (2, "")
+    assert err == f"octavo: {flag} {port}: cannot listen on 127.0.0.1:{port}: Address already in use\n"
+
+
+async def test_one_port_for_two_things_is_one_line() -> None:
+    port = str(free_port())
+    code, _, err = await octavo("serve", "--model", "/nowhere/model", "--port", port, "--metrics-port", port)
+    assert (code, err) == (2, f"octavo: --port and --metrics-port are both {port}\n")
+
+
+async def test_port_taken_meanwhile_is_one_line() -> None:
+    """The trial before the load went well, and then somebody else was quicker."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        env = {"FAKE_SKIP_PORT_CHECK": "1"}
+        code, _, err = await run_command(sys.executable, *FAKE, str(port), env=env)
+    assert code == 2
+    assert err.splitlines()[-1] == f"octavo: --port {port}: cannot listen on 127.0.0.1:{port}"
+    assert all(line.startswith(("octavo: ", "{")) for line in err.splitlines())
 
 
 async def test_ready_line_says_where_and_what() -> None:
@@ -192,6 +213,18 @@ async def test_signal_drains_and_exits_0(number: signal.Signals) -> None:
         server.process.send_signal(number)
         assert await asyncio.wait_for(running, 15) == 20
         assert await server.end() == 0
+
+
+async def test_second_signal_does_not_wait_for_an_engine_that_does_not_stop() -> None:
+    """An engine's process may be deep in a step, and its stop takes long: it is killed."""
+    async with server_process(*FAKE, env={"FAKE_STOP_SECONDS": "600"}) as server, Client(server.address) as client:
+        running = await start_slow(client, 10_000)
+        server.process.send_signal(signal.SIGTERM)
+        await until_logged(server, "draining")
+        server.process.send_signal(signal.SIGTERM)
+        assert await server.end(seconds=10) == 0
+        assert "engine did not stop in time; killing it" in "\n".join(server.log)
+        await asyncio.gather(running, return_exceptions=True)
 
 
 async def test_second_signal_ends_at_once_and_exits_0() -> None:

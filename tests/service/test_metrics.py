@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import urllib.error
 import urllib.request
 
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from service.config import ServiceConfig
@@ -49,6 +51,15 @@ async def test_scrape_of_a_replica_that_served() -> None:
             assert name in values
         served.engine.die()
         assert (await scrape(served))["octavo_ready"] == 0
+
+
+async def test_other_paths_are_not_found() -> None:
+    async with running(config=ServiceConfig(drain_grace=0.0, metrics_port=free_port())) as served:
+        for path in ("", "metric", "metrics/", "favicon.ico"):
+            url = f"http://127.0.0.1:{served.server.config.metrics_port}/{path}"
+            with pytest.raises(urllib.error.HTTPError, match="404"):
+                await asyncio.to_thread(urllib.request.urlopen, url, timeout=5)
+        assert (await scrape(served))["octavo_ready"] == 1
 
 
 async def test_metrics_end_with_the_server() -> None:
