@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 from collections.abc import Awaitable
 from pathlib import Path
@@ -17,11 +18,14 @@ from engine.config import PreemptionMode
 from octavo.v1 import generation_pb2
 from service.client import Client, GenerationError, chat_request, prompt_request
 from service.config import ServiceConfig
-from service.logs import configure_logs
+from service.logs import LogLevel, configure_logs
 from service.security import SecurityConfig
+from service.version import version
 
 ENGINE = EngineConfig()  # the defaults of the flags
 SERVICE = ServiceConfig()
+MOST_TOKENS = 2**31 - 1
+MOST_SEED = 2**64 - 1
 
 app = typer.Typer(
     rich_markup_mode=None,
@@ -30,6 +34,21 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+
+def show_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"octavo {version()}")
+        raise typer.Exit
+
+
+@app.callback()
+def octavo(
+    show: Annotated[
+        bool, typer.Option("--version", help="Show the version and exit.", callback=show_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Octavo: serves large language models over gRPC."""
 
 
 def flag(name: str, text: str, **options: Any) -> Any:
@@ -99,7 +118,9 @@ def serve(
         float | None,
         flag("--hang-timeout", "Seconds of engine silence until it is killed; default 3, on a CPU 30.", min=0.1),
     ] = SERVICE.hang_timeout,
-    restart_engine: Annotated[bool, flag("--restart-engine", "Replace an engine that died.")] = SERVICE.restart_engine,
+    restart_engine: Annotated[
+        bool, flag("--restart-engine", "Replace an engine that died; without it the service stays NOT_SERVING.")
+    ] = SERVICE.restart_engine,
     admin_port: Annotated[
         int, flag("--admin-port", "Loopback port for drain by RPC and channelz; 0: none.", min=0, max=65535)
     ] = 0,
@@ -115,9 +136,15 @@ def serve(
     in_process_engine: Annotated[
         bool, flag("--in-process-engine", "Engine on a thread of this process, for debugging.")
     ] = False,
-    log_level: Annotated[str, flag("--log-level", "debug, info, warning or error.")] = "info",
+    log_level: Annotated[
+        LogLevel, flag("--log-level", "Least level of log lines.", case_sensitive=False)
+    ] = LogLevel.INFO,
 ) -> None:
-    """Serve a model until SIGTERM, which drains; a second SIGTERM stops at once."""
+    """Serve a model until SIGTERM, which drains; a second SIGTERM stops at once.
+
+    An engine that dies fails its streams with ENGINE_DIED and is one error line in the log. Without --restart-engine
+    the process stays and refuses requests; health is NOT_SERVING for every name, so that an orchestrator restarts it.
+    """
     from service.serve import run
     from service.serve import serve as serve_until_signalled
 
@@ -164,8 +191,19 @@ def serve(
 
 Address = Annotated[str, flag("--address", "HOST:PORT of a running service.")]
 DEFAULT_ADDRESS = f"{SERVICE.host}:{SERVICE.port}"
-TlsCa = Annotated[Path | None, flag("--tls-ca", "Certificate that signed the server's, PEM: connects with TLS.")]
-Token = Annotated[str | None, flag("--token", "Bearer token.")]
+TlsCa = Annotated[
+    Path | None,
+    flag("--tls-ca", "Certificate that signed the server's, PEM: connects with TLS.", exists=True, dir_okay=False),
+]
+
+
+def check_token(token: str | None) -> str | None:
+    if token is not None and not (token.isascii() and token.isprintable() and " " not in token):
+        raise typer.BadParameter("a token has printable ASCII characters only, and no space")
+    return token
+
+
+Token = Annotated[str | None, flag("--token", "Bearer token.", callback=check_token)]
 
 
 def _client(address: str, tls_ca: Path | None, token: str | None) -> Client:
@@ -175,19 +213,22 @@ def _client(address: str, tls_ca: Path | None, token: str | None) -> Client:
 
 @app.command()
 def generate(
-    prompt: Annotated[str, typer.Argument(help="Text to continue, or what to say with --chat.")],
+    prompt: Annotated[
+        str, typer.Argument(help="Text to continue, or what to say with --chat. After -- it may begin with a dash.")
+    ],
     address: Address = DEFAULT_ADDRESS,
     tls_ca: TlsCa = None,
     token: Token = None,
-    max_tokens: Annotated[int, flag("--max-tokens", "Most output tokens.", min=1)] = 256,
+    max_tokens: Annotated[int, flag("--max-tokens", "Most output tokens.", min=1, max=MOST_TOKENS)] = 256,
     temperature: Annotated[float, flag("--temperature", "0 is greedy.", min=0.0)] = 0.0,
-    seed: Annotated[int | None, flag("--sampling-seed", "Makes sampling reproducible.", min=0)] = None,
+    seed: Annotated[int | None, flag("--sampling-seed", "Makes sampling reproducible.", min=0, max=MOST_SEED)] = None,
     chat: Annotated[bool, flag("--chat", "Send the prompt as a user's chat message.")] = False,
     as_json: Annotated[bool, flag("--json", "Print one JSON object at the end.")] = False,
 ) -> None:
     """Stream one generation to the terminal through the bidirectional RPC."""
     from service.terminal import show_generation
 
+    check_text("PROMPT", prompt)
     sampling = generation_pb2.SamplingParameters(temperature=temperature, seed=seed)
     if chat:
         start = chat_request([("user", prompt)], max_tokens=max_tokens, sampling=sampling)
@@ -231,7 +272,7 @@ def capacity(
 def demo(
     model: Annotated[str, flag("--model", "The model to show.")] = "demo",
     question: Annotated[str, flag("--question", "What to ask; default: a simple one.")] = "",
-    max_tokens: Annotated[int, flag("--max-tokens", "Most output tokens.", min=1)] = 96,
+    max_tokens: Annotated[int, flag("--max-tokens", "Most output tokens.", min=1, max=MOST_TOKENS)] = 96,
 ) -> None:
     """Start the service with the embedded model, ask it one question, show its figures, stop it."""
     from service.demo import QUESTION, run_demo
@@ -257,8 +298,21 @@ def _run_client(work: Awaitable[None]) -> None:
         raise typer.Exit(130) from None
 
 
+def check_text(name: str, text: str) -> None:
+    """Bytes that are no UTF-8 come from the command line as lone surrogates, which no message can carry."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise typer.BadParameter(f"{name} is not valid UTF-8") from None
+
+
 def main() -> None:
-    app(prog_name="octavo")
+    try:
+        app(prog_name="octavo")
+    except BrokenPipeError:
+        # Who read has enough. The interpreter's own flush at exit must not complain, either.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
 
 
 if __name__ == "__main__":

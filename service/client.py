@@ -8,8 +8,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import aclosing, asynccontextmanager
 from types import TracebackType
 from typing import Any, Self
 
@@ -138,10 +138,12 @@ class Client:
         finally:
             await session.close()
 
-    async def generate(self, start: generation_pb2.StartGeneration) -> AsyncIterator[generation_pb2.GenerationEvent]:
+    async def generate(
+        self, start: generation_pb2.StartGeneration
+    ) -> AsyncGenerator[generation_pb2.GenerationEvent, None]:
         """The events of one request, on a stream of its own. Raises GenerationError."""
-        async with self.session() as session:
-            async for event in session.generate(start):
+        async with self.session() as session, aclosing(session.generate(start)) as events:
+            async for event in events:
                 yield event
 
     async def cancel(self, *request_ids: str, reason: str = "") -> list[str]:
@@ -172,7 +174,9 @@ class Session:
         self._writing = asyncio.Lock()  # gRPC takes one write at a time
         self._reader = asyncio.create_task(self._read())
 
-    async def generate(self, start: generation_pb2.StartGeneration) -> AsyncIterator[generation_pb2.GenerationEvent]:
+    async def generate(
+        self, start: generation_pb2.StartGeneration
+    ) -> AsyncGenerator[generation_pb2.GenerationEvent, None]:
         """Starts a request and yields its events up to `finished`. Raises GenerationError for `failed`, and for the end
         of the stream. Leaving the iteration cancels the request."""
         request = generation_pb2.StartGeneration()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from dataclasses import dataclass, field
 
 from google.protobuf import json_format
@@ -23,13 +24,15 @@ class Figures:
     first_token: float | None = None
     last_token: float | None = None
     tokens: int = 0
+    first_tokens: int = 0
     finish: str = ""
     usage: generation_pb2.Usage = field(default_factory=generation_pb2.Usage)
 
     def on_delta(self, delta: generation_pb2.CandidateDelta) -> None:
         now = time.monotonic()
         if delta.token_count:
-            self.first_token = self.first_token or now
+            if self.first_token is None:
+                self.first_token, self.first_tokens = now, delta.token_count
             self.last_token = now
             self.tokens += delta.token_count
         if delta.HasField("finish"):
@@ -41,15 +44,17 @@ class Figures:
         return (self.first_token or self.started) - self.started
 
     @property
-    def tokens_per_second(self) -> float:
-        """After the first token: decode speed, without the prompt's time."""
-        if self.first_token is None or self.last_token is None or self.tokens < 2:
-            return 0.0
-        return (self.tokens - 1) / max(self.last_token - self.first_token, 1e-9)
+    def tokens_per_second(self) -> float | None:
+        """Decode speed, without the prompt's time: tokens after those that came first, by the time they took. None
+        unless tokens came at two times at least."""
+        if self.first_token is None or self.last_token is None or self.last_token == self.first_token:
+            return None
+        return (self.tokens - self.first_tokens) / (self.last_token - self.first_token)
 
     def line(self) -> str:
+        rate = "" if self.tokens_per_second is None else f"{self.tokens_per_second:.1f} tokens/s · "
         return (
-            f"TTFT {self.time_to_first_token * 1e3:.0f} ms · {self.tokens_per_second:.1f} tokens/s · "
+            f"TTFT {self.time_to_first_token * 1e3:.0f} ms · {rate}"
             f"finish: {self.finish} · {self.usage.prompt_tokens} prompt + {self.usage.completion_tokens} output tokens"
         )
 
@@ -59,7 +64,7 @@ class Figures:
                 "text": text,
                 "finish_reason": self.finish,
                 "time_to_first_token_seconds": round(self.time_to_first_token, 6),
-                "tokens_per_second": round(self.tokens_per_second, 3),
+                "tokens_per_second": None if self.tokens_per_second is None else round(self.tokens_per_second, 3),
                 "prompt_tokens": self.usage.prompt_tokens,
                 "completion_tokens": self.usage.completion_tokens,
             },
@@ -68,18 +73,19 @@ class Figures:
 
 
 async def show_generation(
-    events: AsyncIterator[generation_pb2.GenerationEvent], console: Console, *, as_json: bool = False
+    events: AsyncGenerator[generation_pb2.GenerationEvent, None], console: Console, *, as_json: bool = False
 ) -> Figures:
     """Prints text as it comes and the figures under it, or one JSON object at the end."""
     figures, texts = Figures(), []
-    async for event in events:
-        if event.HasField("delta"):
-            figures.on_delta(event.delta)
-            texts.append(event.delta.text)
-            if not as_json:
-                console.print(event.delta.text, end="", markup=False, highlight=False, soft_wrap=True)
-        elif event.HasField("finished"):
-            figures.usage = event.finished.usage
+    async with aclosing(events):  # also where the terminal is gone
+        async for event in events:
+            if event.HasField("delta"):
+                figures.on_delta(event.delta)
+                texts.append(event.delta.text)
+                if not as_json:
+                    console.print(event.delta.text, end="", markup=False, highlight=False, soft_wrap=True)
+            elif event.HasField("finished"):
+                figures.usage = event.finished.usage
     if as_json:
         console.print(figures.as_json("".join(texts)), markup=False, highlight=False, soft_wrap=True)
     else:

@@ -15,7 +15,7 @@ import sys
 import service.serve
 from engine import EngineInfo, GenerationRequest
 from service.config import ServiceConfig
-from service.logs import configure_logs
+from service.logs import LogLevel, configure_logs
 from service.serve import run, serve_engine
 from tests.service.byte_tokenizer import byte_tokenizer
 from tests.service.fake_engine import FakeEngineClient, Script
@@ -41,7 +41,7 @@ class SlowToStop(FakeEngineClient):
 
 
 def main() -> int:
-    configure_logs("info")
+    configure_logs(LogLevel.INFO)
     if "FAKE_SKIP_PORT_CHECK" in os.environ:
         service.serve.check_ports = lambda config: None  # type: ignore[attr-defined]  # an import of it
     engine = (SlowToStop if "FAKE_STOP_SECONDS" in os.environ else FakeEngineClient)(

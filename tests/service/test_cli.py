@@ -6,9 +6,11 @@ import asyncio
 import inspect
 import json
 import os
+import shlex
 import signal
 import socket
 import sys
+import tomllib
 from collections.abc import Callable
 
 import pytest
@@ -18,10 +20,12 @@ from typer.testing import CliRunner
 import service.serve
 from engine import AllocatorKind, Device, EngineConfig, LoadFormat
 from engine.config import PreemptionMode
+from octavo.v1 import generation_pb2
 from service.__main__ import app
 from service.__main__ import serve as octavo_serve
 from service.client import Client, chat_request, prompt_request
 from service.config import ServiceConfig
+from service.terminal import Figures
 from tests.service.process import ROOT, Process, run_command, server_process
 from tests.service.server import free_port
 
@@ -306,6 +310,64 @@ async def test_capacity_watch_follows_until_the_server_drains() -> None:
         assert "draining running 0" in out.decode()
         assert watching.returncode == 1
         assert "DRAINING" in err.decode()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (("serve", "--model", "demo", "--log-level", "loud"), "--log-level"),
+        (("generate", "x", "--max-tokens", "0"), "--max-tokens"),
+        (("generate", "x", "--max-tokens", str(2**31)), "--max-tokens"),
+        (("generate", "x", "--sampling-seed", str(2**64)), "--sampling-seed"),
+        (("generate", "x", "--tls-ca", "/nowhere/ca.pem"), "/nowhere/ca.pem"),
+        (("generate", "x", "--token", "two\nlines"), "token"),
+        (("generate", "x", "--temperature", "nan"), "--temperature"),
+        (("generate", "\udcff"), "PROMPT is not valid UTF-8"),
+    ],
+)
+async def test_users_mistakes_are_one_line_and_exit_code_2(arguments: tuple[str, ...], named: str) -> None:
+    code, out, err = await octavo(*arguments)
+    assert (code, out) == (2, "")
+    assert "Traceback" not in err
+    (line,) = [line for line in err.splitlines() if line.startswith("Error: ")]
+    assert named in line
+
+
+@pytest.mark.parametrize(
+    "arguments", [("generate", "slow", "--max-tokens", "100"), ("generate", "x", "--json"), ("capacity", "--watch")]
+)
+async def test_a_reader_that_goes_away_is_no_error(arguments: tuple[str, ...]) -> None:
+    async with server_process(*FAKE) as server:
+        command = shlex.join((sys.executable, "-m", "service", *arguments, "--address", server.address))
+        code, _, err = await run_command("bash", "-c", f"{command} | head -c 0")
+        assert (code, err) == (0, "")
+
+
+async def test_version() -> None:
+    code, out, _ = await octavo("--version")
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert (code, out) == (0, f"octavo {project['version']}\n")
+
+
+async def test_prompt_after_two_dashes_may_begin_with_one() -> None:
+    async with server_process(*FAKE) as server:
+        code, out, _ = await octavo("generate", "--max-tokens", "3", "--address", server.address, "--", "-x")
+        assert code == 0
+        assert out.startswith("abc\n")
+        assert "dash" in (await octavo("generate", "--help"))[1]
+
+
+def test_rate_needs_tokens_at_two_times() -> None:
+    figures = Figures()
+    figures.on_delta(generation_pb2.CandidateDelta(token_count=9))
+    assert figures.tokens_per_second is None
+    assert json.loads(figures.as_json(""))["tokens_per_second"] is None
+    assert "tokens/s" not in figures.line()
+    assert figures.last_token is not None
+    figures.on_delta(generation_pb2.CandidateDelta(token_count=4))
+    figures.last_token = (figures.first_token or 0.0) + 2.0
+    assert figures.tokens_per_second == pytest.approx(2.0)
+    assert "2.0 tokens/s" in figures.line()
 
 
 async def test_client_without_a_server_is_one_line() -> None:

@@ -71,7 +71,7 @@ async def test_retries_until_the_engine_is_ready(served: Running) -> None:
 async def test_leaving_the_iteration_cancels_the_request(served: Running) -> None:
     served.engine.step_delay = 0.005
     async with Client(served.server.address) as client, client.session() as session:
-        async with aclosing(session.generate(prompt_request("x"))) as events:  # type: ignore[type-var]
+        async with aclosing(session.generate(prompt_request("x"))) as events:
             async for event in events:
                 if event.HasField("delta"):
                     break
