@@ -15,7 +15,7 @@ class ServiceConfig:
     drain_timeout: how long running requests may go on after SIGTERM. drain_grace: how long at least the listener stays
     open to refuse politely. heartbeat_timeout: an engine silent for longer is not ready. hang_timeout and
     restart_engine: as SupervisedEngine has them. max_message_bytes: the largest request that is accepted, which bounds
-    prompts too.
+    prompts too. model_aliases: names that requests may use beside the served one.
     """
 
     host: str = "127.0.0.1"
@@ -28,6 +28,7 @@ class ServiceConfig:
     restart_engine: bool = False
     max_message_bytes: int = 4 << 20
     tokenizer_threads: int = 2
+    model_aliases: frozenset[str] = frozenset()
     stream: StreamLimits = field(default_factory=StreamLimits)
     admin_port: int | None = None
     security: SecurityConfig = field(default_factory=SecurityConfig)

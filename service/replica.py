@@ -69,7 +69,7 @@ class Replica:
 
     @property
     def model(self) -> ServedModel:
-        return ServedModel(self.info.model, self.info)
+        return ServedModel(self.info.model, self.info, self.config.model_aliases)
 
     @property
     def state(self) -> ReplicaState:

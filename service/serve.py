@@ -8,6 +8,7 @@ import logging
 import signal
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 
 from engine import (
     ConfigurationError,
@@ -60,7 +61,9 @@ async def serve(engine_config: EngineConfig, service_config: ServiceConfig, *, i
         restart=service_config.restart_engine,
         hang_timeout=service_config.hang_timeout,
     )
-    return await serve_engine(engine, tokenizer, service_config)
+    # What --model said is a name that its clients know, too.
+    aliases = service_config.model_aliases | {engine_config.model}
+    return await serve_engine(engine, tokenizer, replace(service_config, model_aliases=aliases))
 
 
 async def serve_engine(engine: EngineClient, tokenizer: Tokenizer, config: ServiceConfig) -> int:

@@ -135,6 +135,19 @@ def test_every_flag_has_an_environment_variable(
                 assert option.envvar == f"OCTAVO_{flag}"
 
 
+async def test_what_the_model_flag_said_is_a_name_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[ServiceConfig] = []
+
+    async def serve_engine(engine: object, tokenizer: object, config: ServiceConfig) -> int:
+        seen.append(config)
+        return 0
+
+    monkeypatch.setattr(service.serve, "load_tokenizer", lambda model: None)
+    monkeypatch.setattr(service.serve, "serve_engine", serve_engine)
+    assert await service.serve.serve(EngineConfig(model="demo", served_model_name="n"), ServiceConfig(port=0)) == 0
+    assert seen[0].model_aliases == {"demo"}
+
+
 def test_every_engine_setting_has_a_flag() -> None:
     parameters = inspect.signature(octavo_serve).parameters
     assert set(EngineConfig.__struct_fields__) <= set(parameters)

@@ -11,7 +11,9 @@ from google.protobuf.duration_pb2 import Duration
 from google.rpc import error_details_pb2
 
 from engine import FailureKind, Grammar, GrammarKind, SamplingParameters
+from octavo.v1 import capacity_pb2, tokenization_pb2
 from octavo.v1 import generation_pb2 as pb
+from service.config import ServiceConfig
 from tests.service.calls import refusal, rich_status, run_bidi, run_stream, start, start_message
 from tests.service.fake_engine import FakeEngineClient, Script
 from tests.service.server import Running, running
@@ -204,6 +206,15 @@ async def test_unknown_model_is_not_found(served: Running) -> None:
 
 async def test_served_model_is_found_by_name(served: Running) -> None:
     assert (await run_stream(served, start(model="fake", max_tokens=1))).text() == "a"
+
+
+async def test_aliases_are_names_of_the_model_everywhere() -> None:
+    async with running(config=ServiceConfig(drain_grace=0.0, model_aliases=frozenset({"demo"}))) as served:
+        for name in ("demo", "fake", ""):
+            assert (await run_stream(served, start(model=name, max_tokens=1))).text() == "a"
+            await served.capacity.GetCapacity(capacity_pb2.GetCapacityRequest(model=name), timeout=5)
+            await served.tokenization.Tokenize(tokenization_pb2.TokenizeRequest(model=name, text="a"), timeout=5)
+        assert (await refusal(served, start(model="other"))).reason == "MODEL_NOT_FOUND"
 
 
 @pytest.mark.parametrize(("length", "tokens"), [(254, 2), (255, 1)])
