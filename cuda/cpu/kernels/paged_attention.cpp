@@ -76,6 +76,10 @@ class Attention {
       const int32_t offset = position % pool.block_size;
       const T* keys = layer + table[position / pool.block_size] * pool.block_stride() + offset * dim_;
       const int32_t count = least(kKeys, least(pool.block_size - offset, context - position));
+      const int32_t next = position + count;
+      if (next < context && next % pool.block_size == 0) {
+        prefetch(layer + table[next / pool.block_size] * pool.block_stride(), least(kKeys, context - next));
+      }
       attend(keys, keys + pool.kv_stride(), position, count);
       position += count;
     }
@@ -84,6 +88,15 @@ class Attention {
 
  private:
   static int32_t least(int32_t a, int32_t b) { return a < b ? a : b; }
+
+  // Blocks lie anywhere in memory, so nothing but this loop knows where the next one is.
+  void prefetch(const T* keys, int32_t count) const {
+    constexpr int32_t kLine = 64 / sizeof(T);
+    for (int32_t i = 0; i < count * dim_; i += kLine) {
+      __builtin_prefetch(keys + i, 0, 2);
+      __builtin_prefetch(keys + args_.pool.kv_stride() + i, 0, 2);
+    }
+  }
 
   // Row r: head r % group of token r / group.
   int64_t query_offset(int32_t row) const {
