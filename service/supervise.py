@@ -45,8 +45,8 @@ def kill_process(engine: EngineClient) -> None:
 
 
 def cause_of_death(engine: EngineClient) -> str:
-    """What an engine that can tell says of its end."""
-    return getattr(engine, "problem", "") or "it gave no cause"
+    """What an engine that can tell says of its end; empty of one that cannot."""
+    return getattr(engine, "problem", "")
 
 
 class SupervisedEngine:

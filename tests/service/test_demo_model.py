@@ -196,6 +196,10 @@ def engine_process(server: Process) -> psutil.Process:
     return engine
 
 
+def log_lines(server: Process) -> list[str]:
+    return [line for line in server.log if line.startswith("{")]
+
+
 async def failing(client: Client, started: asyncio.Event) -> GenerationError:
     """A long request that must fail; `started` is set at its first token."""
     try:
@@ -215,6 +219,10 @@ async def test_killed_engine_is_told_to_every_client_and_leaves_no_process() -> 
         engine.kill()
         errors = await asyncio.wait_for(asyncio.gather(*tasks), 10)
         assert {(error.code, error.reason) for error in errors} == {(grpc.StatusCode.UNAVAILABLE, "ENGINE_DIED")}
+        assert all("code -9" in error.message for error in errors)
+        assert sum(error.usage.completion_tokens for error in errors) > 0 < errors[0].usage.prompt_tokens
+        (death,) = [line for line in map(json.loads, log_lines(server)) if line["level"] == "error"]
+        assert death["message"].startswith("engine died")
         capacity = await client.capacity()
         assert (capacity.state, capacity.accepting) == (capacity_pb2.REPLICA_STATE_FAILED, False)
         server.process.send_signal(signal.SIGTERM)
@@ -240,6 +248,39 @@ async def test_frozen_engine_is_replaced_and_the_replica_serves_again() -> None:
         assert await answer(client, prompt_request("1 + 1 =", max_tokens=2, sampling=GREEDY))
         server.process.send_signal(signal.SIGTERM)
         assert await server.end() == 0
+        assert [line for line in server.log if not line.startswith(("octavo: ", "{"))] == []
+
+
+async def test_second_signal_ends_also_an_engine_that_hangs() -> None:
+    async with (
+        server_process(*SERVE, *SMALL, seconds=START_SECONDS) as server,
+        Client(server.address) as client,
+    ):
+        engine, started = engine_process(server), asyncio.Event()
+        task = asyncio.create_task(failing(client, started))
+        await asyncio.wait_for(started.wait(), 30)
+        engine.suspend()
+        server.process.send_signal(signal.SIGTERM)
+        async with asyncio.timeout(10):
+            while not any('"draining"' in line for line in server.log):
+                await asyncio.sleep(0.01)
+        server.process.send_signal(signal.SIGTERM)
+        assert await server.end(seconds=8) == 0  # an engine has 10 s to stop where nobody is in a hurry
+        await task
+        assert not engine.is_running()
+
+
+async def test_signal_while_the_model_loads_ends_at_once() -> None:
+    command = (sys.executable, *SERVE)
+    pipe = asyncio.subprocess.PIPE
+    process = await asyncio.create_subprocess_exec(*command, cwd=ROOT, stdout=pipe, stderr=pipe)
+    assert process.stderr is not None
+    while b"loading weights" not in (line := await asyncio.wait_for(process.stderr.readline(), 60)):
+        assert line, "it ended"
+    process.send_signal(signal.SIGTERM)
+    out, err = await asyncio.wait_for(process.communicate(), 8)
+    assert (process.returncode, out) == (0, b"")
+    assert b"Traceback" not in err
 
 
 async def until_state(client: Client, state: capacity_pb2.ReplicaState.ValueType) -> capacity_pb2.Capacity:
