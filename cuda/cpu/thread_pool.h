@@ -22,7 +22,8 @@ void parallel_for(int64_t count, const F& f) {
       const_cast<void*>(static_cast<const void*>(&f)));
 }
 
-// f(begin, end) over pieces of [0, total) whose bounds are multiples of `multiple`; `operations` is the cost of one item.
+// f(begin, end) over pieces of [0, total) whose bounds are multiples of `multiple`; `operations` is the cost of one
+// item.
 template <class F>
 void parallel_ranges(int64_t total, int64_t multiple, int64_t operations, const F& f) {
   const int64_t units = (total + multiple - 1) / multiple;
