@@ -34,6 +34,11 @@ class EngineClient(Protocol):
     @property
     def state(self) -> EngineState: ...
 
+    @property
+    def problem(self) -> str:
+        """What ended the engine, in a line; empty while it lives."""
+        ...
+
     async def start(self) -> EngineInfo:
         """Loads and warms the model. Raises ConfigurationError with one clear line."""
         ...

@@ -23,6 +23,7 @@ class LocalEngineClient:
     def __init__(self, config: EngineConfig, progress: ProgressCallback | None = None) -> None:
         self._config = config
         self._progress = progress
+        self.problem = ""  # what ended the engine
         self._dispatcher = Dispatcher()
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -78,6 +79,8 @@ class LocalEngineClient:
             self._end(EngineState.STOPPED, "engine was stopped")
 
     def _end(self, state: EngineState, message: str) -> None:
+        if state is EngineState.FAILED:
+            self.problem = message
         self._dispatcher.set_state(state)
         self._dispatcher.fail_all(FailureKind.ENGINE_DIED, message)
 

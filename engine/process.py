@@ -37,6 +37,7 @@ class ProcessEngineClient:
     def __init__(self, config: EngineConfig, progress: Callable[[str], None] | None = None) -> None:
         self._config = config
         self._progress = progress or (lambda _: None)
+        self.problem = ""  # what ended the engine
         self._dispatcher = Dispatcher()
         self._info: EngineInfo | None = None
         self._process: asyncio.subprocess.Process | None = None
@@ -171,6 +172,8 @@ class ProcessEngineClient:
     def _end(self, state: EngineState, message: str) -> None:
         if self.state in (EngineState.FAILED, EngineState.STOPPED):
             return
+        if state is EngineState.FAILED:
+            self.problem = message
         self._dispatcher.set_state(state)
         self._dispatcher.fail_all(FailureKind.ENGINE_DIED, message)
 

@@ -201,6 +201,7 @@ async def test_death_of_the_process_fails_every_request(tiny: Path) -> None:
         assert failure.kind is FailureKind.ENGINE_DIED
         assert sink.events[-1] is failure
     assert client.state is EngineState.FAILED
+    assert "-9" in client.problem
     assert states[-1] is EngineState.FAILED
     with pytest.raises(EngineDiedError):
         client.submit(item("x"), sinks[0])
