@@ -21,6 +21,7 @@ nb::dict build_info() {
 }  // namespace
 
 NB_MODULE(_runtime, module) {
+  nb::set_leak_warnings(false);  // a model that lives until the interpreter ends is no leak
   module.doc() = "Octavo's native runtime: the block allocator and the ops, on the CPU and on NVIDIA GPUs.";
   module.def("has_cuda", [] { return OCTAVO_WITH_CUDA != 0; }, "Whether this build has GPU kernels.");
   module.def("build_info", build_info, nb::sig("def build_info() -> dict[str, str | bool]"),
