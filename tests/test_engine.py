@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import random
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from engine import load_tokenizer
 from engine.config import AllocatorKind, EngineConfig, LoadFormat, PreemptionMode
 from engine.engine import Engine
 from engine.errors import ConfigurationError, EngineError
+from engine.model.source import resolve
 from engine.types import FailureKind, GenerationRequest, SamplingParameters, StopCriteria
 from tests.model.tiny import write_tiny_model
 
@@ -230,3 +234,52 @@ def test_generate_refuses_equal_ids_and_foreign_work(tiny: Path) -> None:
     shared.submit(request("a", [1], 1))
     with pytest.raises(EngineError, match="live"):
         shared.generate([request("b", [1], 1)])
+
+
+def test_generation_config_does_not_change_sampling(tiny: Path, tmp_path: Path) -> None:
+    """Defaults that a model's author ships are not applied: what the request says is all there is."""
+    path = tmp_path / "model"
+    shutil.copytree(tiny, path)
+    expected = engine(path).generate([request("a", [5, 6, 7, 5, 6, 7], 20)])[0].token_ids
+    shipped = {"repetition_penalty": 1.5, "temperature": 0.6, "top_p": 0.5, "do_sample": True}
+    (path / "generation_config.json").write_text(json.dumps(shipped))
+    assert engine(path).generate([request("a", [5, 6, 7, 5, 6, 7], 20)])[0].token_ids == expected
+
+
+def test_ids_that_pad_the_vocabulary_are_never_sampled(tmp_path: Path) -> None:
+    """A vocabulary of 640 with a tokenizer of 512, and an output layer that prefers the padding by far."""
+    path = write_tiny_model(tmp_path, "qwen2", vocab_size=640, tie_word_embeddings=False)
+    padded = engine(path)
+    assert padded.info.vocab_size == 512
+    original = padded.model.decoder.logits
+
+    def prefer_padding(hidden: torch.Tensor) -> torch.Tensor:
+        logits = original(hidden)
+        logits[:, 512:] += 1000.0
+        return logits
+
+    padded.model.decoder.logits = prefer_padding  # type: ignore[method-assign]
+    results = padded.generate(
+        [request("greedy", [5, 6], 10), request("drawn", [5, 6], 10, SamplingParameters(temperature=1.0, seed=3))]
+    )
+    assert all(token < 512 for result in results for token in result.token_ids)
+    assert all(len(result.token_ids) == 10 for result in results)
+
+
+@pytest.mark.slow
+def test_smollm2_equals_transformers_for_two_hundred_tokens() -> None:
+    """The demo model, greedy, fp32, three prompts at once, against transformers' own reading of the same file."""
+    source = resolve("demo")
+    peer = AutoModelForCausalLM.from_pretrained(
+        str(source.path.parent), gguf_file=source.path.name, dtype=torch.float32
+    ).eval()
+    peer.generation_config.eos_token_id = None
+    tokenizer = load_tokenizer("demo")
+    texts = ("The capital of France is", "Once upon a time, in a small village by the sea,", "To make bread you need")
+    prompts = [tokenizer.encode(text) for text in texts]
+    demo = Engine(EngineConfig(max_num_seqs=4, max_model_len=512))
+    results = demo.generate([request(str(index), prompt, 200) for index, prompt in enumerate(prompts)])
+    for prompt, result in zip(prompts, results, strict=True):
+        with torch.inference_mode():
+            expected = peer.generate(torch.tensor([prompt]), max_new_tokens=200, do_sample=False, pad_token_id=0)
+        assert result.token_ids == expected[0, len(prompt) :].tolist()

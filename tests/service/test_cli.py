@@ -12,6 +12,7 @@ import socket
 import sys
 import tomllib
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import typer
@@ -26,6 +27,7 @@ from service.__main__ import serve as octavo_serve
 from service.client import Client, chat_request, prompt_request
 from service.config import ServiceConfig
 from service.terminal import Figures
+from tests.model.tiny import write_tiny_model
 from tests.service.process import ROOT, Process, run_command, server_process
 from tests.service.server import free_port
 
@@ -388,3 +390,28 @@ async def test_client_without_a_server_is_one_line() -> None:
     assert code == 1
     assert len(err.strip().splitlines()) == 1
     assert "UNAVAILABLE" in err
+
+
+@pytest.mark.parametrize("damage", ["truncated safetensors", "unknown architecture"])
+async def test_a_model_that_cannot_be_served_opens_no_port(tmp_path: Path, damage: str) -> None:
+    """Exit code 2 and, behind the line that says what is being loaded, one line that says what is wrong."""
+    path = write_tiny_model(tmp_path / "model", "llama")
+    if damage == "truncated safetensors":
+        weights = path / "model.safetensors"
+        weights.write_bytes(weights.read_bytes()[:-1000])
+        named = "model.safetensors"
+    else:
+        config = json.loads((path / "config.json").read_text())
+        (path / "config.json").write_text(json.dumps({**config, "architectures": ["FooForCausalLM"]}))
+        named = "FooForCausalLM"
+    port = free_port()
+    serving = asyncio.create_task(octavo("serve", "--model", str(path), "--port", str(port)))
+    while not serving.done():
+        with pytest.raises(OSError):  # noqa: PT011  # refused, whatever the system calls it
+            await asyncio.open_connection("127.0.0.1", port)
+        await asyncio.sleep(0.02)
+    code, out, err = await serving
+    assert (code, out) == (2, "")
+    lines = [line for line in err.splitlines() if "loading" not in line]
+    assert len(lines) == 1
+    assert named in lines[0]
