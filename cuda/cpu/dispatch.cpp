@@ -4,6 +4,7 @@
 #include <atomic>
 #include <string>
 
+#include "cpu/denormals.h"
 #include "octavo/error.h"
 #include "octavo/instruction_set.h"
 
@@ -74,9 +75,20 @@ std::vector<std::string> instruction_sets() {
   return names;
 }
 
-void linear(const LinearArgs& args) { kernels().linear(args); }
-void rms_norm(const RmsNormArgs& args) { kernels().rms_norm(args); }
-void silu_mul(const SiluMulArgs& args) { kernels().silu_mul(args); }
+void linear(const LinearArgs& args) {
+  const DenormalsAsZero flush;
+  kernels().linear(args);
+}
+
+void rms_norm(const RmsNormArgs& args) {
+  const DenormalsAsZero flush;
+  kernels().rms_norm(args);
+}
+
+void silu_mul(const SiluMulArgs& args) {
+  const DenormalsAsZero flush;
+  kernels().silu_mul(args);
+}
 
 void refuse_float16() { throw OpError("the CPU ops take float32 and bfloat16, not float16"); }
 

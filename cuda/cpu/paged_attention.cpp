@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "cpu/denormals.h"
 #include "cpu/dispatch.h"
 #include "cpu/kernels/kernels.h"
 #include "octavo/error.h"
@@ -43,6 +44,7 @@ void paged_attention(const PagedAttentionArgs& args) {
       chunks.push_back({seq, first, count, context == 0 ? 1 - count : context - (end - first) + 1});
     }
   }
+  const DenormalsAsZero flush;
   kernels().paged_attention(args, chunks.data(), static_cast<int64_t>(chunks.size()));
 }
 

@@ -11,6 +11,7 @@
 #include <thread>
 #include <vector>
 
+#include "cpu/denormals.h"
 #include "octavo/error.h"
 
 namespace octavo::cpu {
@@ -124,6 +125,7 @@ class ThreadPool {
   }
 
   void work(Worker& self) {
+    const DenormalsAsZero flush;
     uint32_t seen = 0;
     while (!stopping_) {
       wait_for_job(seen);

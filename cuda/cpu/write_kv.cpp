@@ -3,6 +3,7 @@
 
 #include <string>
 
+#include "cpu/denormals.h"
 #include "cpu/dispatch.h"
 #include "cpu/kernels/kernels.h"
 #include "octavo/error.h"
@@ -18,6 +19,7 @@ void write_kv(const WriteKvArgs& args) {
       throw OpError("positions: a position outside cos_sin");
     }
   }
+  const DenormalsAsZero flush;
   kernels().write_kv(args);
 }
 

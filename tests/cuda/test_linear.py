@@ -111,6 +111,15 @@ def test_the_number_of_threads_changes_no_bit(name: str) -> None:
     assert torch.equal(results[0], results[2])
 
 
+def test_denormal_numbers_count_as_zero_on_every_thread() -> None:
+    """They would make a multiplication a hundred times slower, and they would differ by thread."""
+    weight, x = Weight("float32", 4000, 64), normal(20, 64)
+    tiny = torch.full_like(x, 1e-39)
+    assert (weight(tiny) == 0).all()
+    assert torch.equal(weight(torch.cat([x, tiny])), torch.cat([weight(x), torch.zeros(20, 4000)]))
+    assert (torch.tensor(1e-39) * 1.0).item() > 0  # and the caller's own arithmetic is as before
+
+
 def test_nan_and_infinity_pass_through() -> None:
     x = normal(3, 64)
     x[1, 5] = float("nan")

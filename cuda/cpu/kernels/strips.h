@@ -18,8 +18,8 @@ OCTAVO_INLINE float half_to_float(const uint8_t* p) {
   __builtin_memcpy(&bits, p, sizeof(bits));
   const uint32_t sign = static_cast<uint32_t>(bits & 0x8000u) << 16;
   const uint32_t magnitude = bits & 0x7fffu;
-  // Rebiasing by a multiplication also takes subnormals right; infinities and NaNs get their exponent back by hand.
-  float value = std::bit_cast<float>(magnitude << 13) * 0x1p112f;
+  float value = std::bit_cast<float>((magnitude << 13) + (112u << 23));
+  if (magnitude < 0x400u) value = static_cast<float>(magnitude) * 0x1p-24f;
   if (magnitude >= 0x7c00u) value = std::bit_cast<float>((magnitude << 13) | 0x7f800000u);
   return std::bit_cast<float>(std::bit_cast<uint32_t>(value) | sign);
 }
