@@ -34,6 +34,7 @@ CPU_SECTIONS = {
 
 def cpu_sections() -> dict[str, Section]:
     """Each a module with a `measure`, imported when its turn comes."""
+    import_module("service")  # finds the generated code of proto/
     return {name: lambda path=path: import_module(path).measure() for name, path in CPU_SECTIONS.items()}
 
 
