@@ -15,7 +15,7 @@ CPP = $(shell git ls-files 'cuda/*.cpp' 'cuda/*.h' 'cuda/*.cu' 'cuda/*.cuh')
 
 say = @printf '\033[1m==> %s\033[0m\n' "$(1)"
 
-.PHONY: help setup build stub proto demo serve test check format bench load gpu-test gpu-bench
+.PHONY: help setup build stub proto demo serve test check format bench gpu-test gpu-bench
 
 help: ## This list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  \1\t/' | expand -t 14
@@ -85,6 +85,3 @@ gpu-test: ## Tests of the GPU, then those that this machine has the packages for
 gpu-bench: ## GPU benchmarks: a table, and build/bench/gpu.json
 	@$(PY) cuda/build.py --cuda ON --jobs $(JOBS) --quiet
 	@$(PY) -m tests.bench gpu $(ARGS)
-
-load: setup ## Load test of a running service (ARGS="--target host:port")
-	@$(BIN)/python -m loadtest.run $(ARGS)
