@@ -131,7 +131,8 @@ class OpenStreams:
 
     def fail_all(self, failure: Failure) -> None:
         for stream in list(self._streams):
-            stream.fail(failure)
+            if not stream.complete:  # its last events are on their way
+                stream.fail(failure)
 
     def check_stalls(self, now: float) -> None:
         for stream in list(self._streams):

@@ -65,6 +65,11 @@ class OutputStream:
         self._input_closed = True
         self._wake.set()
 
+    @property
+    def complete(self) -> bool:
+        """No request is to come and none is left: `run` ends well as soon as its last message is out."""
+        return self._input_closed and not self.outputs
+
     def fail(self, failure: Failure) -> None:
         """Ends the RPC with this status; what is pending is dropped."""
         if not self.failed.done():

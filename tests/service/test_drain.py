@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from typing import Any
 
 import grpc
 import pytest
 from grpc import aio
 
-from octavo.v1 import capacity_pb2
+from octavo.v1 import capacity_pb2, generation_pb2
 from service.config import ServiceConfig
-from service.status import RETRY_AT_ONCE
+from service.live import OpenStreams
+from service.status import RETRY_AT_ONCE, RequestRefusedError, draining
+from service.stream import OutputStream, StreamLimits
 from tests.service.calls import Stream, error_status, read_to_error, refusal, rich_status, start, start_message
 from tests.service.fake_engine import FakeEngineClient
 from tests.service.server import Running, running, until
@@ -149,3 +152,41 @@ async def test_drained_server_has_stopped_its_engine() -> None:
         with pytest.raises(aio.AioRpcError) as error:
             await served.capacity.GetCapacity(capacity_pb2.GetCapacityRequest(), timeout=2)
         assert error.value.code() is grpc.StatusCode.UNAVAILABLE
+
+
+class LastEvent:
+    """As much of a RequestOutput as its stream looks at: one event, and then it is done."""
+
+    request_id, failure, done = "a", None, False
+
+    def take(self, events: Any) -> None:
+        events.add(request_id="a")
+        self.done = True
+
+
+async def test_stop_does_not_fail_a_stream_whose_last_events_are_being_written() -> None:
+    """The drain ends when the last request does; its stream may still be writing then. One that waits for more
+    fails."""
+    sending, go_on = asyncio.Event(), asyncio.Event()
+
+    async def send(batch: object) -> None:
+        sending.set()
+        await go_on.wait()
+
+    streams, writing = OpenStreams(), []
+    for closed in (True, False):
+        stream = OutputStream(send, generation_pb2.GenerateResponse, StreamLimits(), multiplexed=True)
+        streams.add(stream)
+        output: Any = LastEvent()
+        stream.attach(output)
+        stream.mark_ready(output)
+        if closed:
+            stream.close_input()
+        writing.append(asyncio.create_task(stream.run()))
+    await asyncio.wait_for(sending.wait(), 10)
+    await asyncio.sleep(0)
+    streams.fail_all(draining())
+    go_on.set()
+    await asyncio.wait_for(writing[0], 10)
+    with pytest.raises(RequestRefusedError):
+        await asyncio.wait_for(writing[1], 10)
