@@ -11,8 +11,6 @@ from engine.errors import (
     EngineDiedError,
     EngineError,
     InvalidRequestError,
-    PromptTooLongError,
-    QueueFullError,
 )
 from engine.model.source import resolve as _resolve
 from engine.text.output import Delta, OutputText
@@ -65,8 +63,6 @@ __all__ = [
     "LoadFormat",
     "OutputText",
     "PromptScored",
-    "PromptTooLongError",
-    "QueueFullError",
     "RequestFailed",
     "RequestFinished",
     "SamplingParameters",

@@ -193,6 +193,11 @@ class Engine:
         return self.loop.has_work or bool(self._compiling)
 
     @property
+    def steps(self) -> int:
+        """Steps committed since the start."""
+        return self.loop.steps
+
+    @property
     def stats(self) -> EngineStats:
         return self.loop.stats()
 

@@ -20,24 +20,6 @@ class InvalidRequestError(EngineError):
         self.message = message
 
 
-class PromptTooLongError(InvalidRequestError):
-    """The prompt (or prompt plus one token) cannot fit the context or the KV pool."""
-
-    def __init__(self, message: str, *, prompt_tokens: int, max_prompt_tokens: int, max_context_tokens: int) -> None:
-        super().__init__("prompt", message)
-        self.prompt_tokens = prompt_tokens
-        self.max_prompt_tokens = max_prompt_tokens
-        self.max_context_tokens = max_context_tokens
-
-
-class QueueFullError(EngineError):
-    """Admission is bounded and the bound is reached. `retry_after` is in seconds."""
-
-    def __init__(self, message: str, *, retry_after: float) -> None:
-        super().__init__(message)
-        self.retry_after = retry_after
-
-
 class EngineDiedError(EngineError):
     """The engine process or its step loop is gone; every live request failed with it."""
 

@@ -37,7 +37,7 @@ class StepLoop:
         self._decode_rate = 0.0
         self._last_step_seconds = 0.0
         self._committed_at = time.monotonic()
-        self._steps = 0
+        self.steps = 0
         self._integrity_errors = 0
 
     @property
@@ -74,7 +74,7 @@ class StepLoop:
         scheduler, counters = self.scheduler, self.scheduler.counters
         allocator = scheduler.tables.allocator
         return EngineStats(
-            step=self._steps,
+            step=self.steps,
             heartbeat=time.monotonic(),
             running_requests=scheduler.num_running_requests,
             queued_requests=scheduler.num_queued_requests,
@@ -98,7 +98,7 @@ class StepLoop:
         outcome = pending.wait()
         now = time.monotonic()
         self.scheduler.commit(plan, outcome, now)
-        self._steps += 1
+        self.steps += 1
         self._measure(plan, now - self._committed_at)
         self._committed_at = now
         if not self.has_work and self.scheduler.tables.allocator.num_live:

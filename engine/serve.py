@@ -27,13 +27,13 @@ def serve(engine: Engine, receive: Receive, send: Send) -> None:
                 engine.close()
                 return
             apply(engine, command)
-        before = engine.stats.step if engine.has_work else -1
+        before = engine.steps if engine.has_work else -1
         frame = engine.step()
         now = time.monotonic()
         if frame.events or now - last_sent >= HEARTBEAT_SECONDS:
             send(frame)
             last_sent = now
-        elif frame.stats.step == before:
+        elif engine.steps == before:
             time.sleep(_NO_PROGRESS_PAUSE_SECONDS)
 
 

@@ -35,10 +35,6 @@ class BlockTables:
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
-    def missing_blocks(self, slot: int, num_tokens: int) -> int:
-        """Blocks that a row lacks to hold `num_tokens`."""
-        return max(0, self.blocks_for(num_tokens) - int(self.lengths[slot]))
-
     def grow(self, slots: list[int], num_tokens: list[int]) -> int:
         """Extends rows, in order, to hold so many tokens; returns how many rows were served."""
         wanted = [self.blocks_for(count) for count in num_tokens]

@@ -16,11 +16,6 @@ _ALIGNMENT = 16
 _TORCH_DTYPES = {"int32": torch.int32, "int64": torch.int64, "float32": torch.float32}
 
 
-def packed_bytes(arrays: Sequence[Array]) -> int:
-    """Room that `upload` needs for these arrays."""
-    return sum(-(-array.nbytes // _ALIGNMENT) * _ALIGNMENT for array in arrays)
-
-
 class HostStaging:
     """On the CPU the arrays are the tensors."""
 

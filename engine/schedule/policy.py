@@ -17,13 +17,6 @@ class Policy(Protocol):
         ...
 
 
-class FirstComeFirstServed:
-    """By arrival, then candidate. A preempted sequence keeps its place."""
-
-    def key(self, sequence: Sequence) -> Key:
-        return (0.0, sequence.group.order, sequence.candidate)
-
-
 @dataclass(frozen=True)
 class PriorityWithAgeing:
     """A step of priority is worth `ageing_seconds` of waiting: a request of higher priority overtakes those that came
