@@ -1,0 +1,187 @@
+"""A result is a folder:
+
+    run.json                  `Run`: what ran, where, with which hypotheses; written before the first request
+    schedules/INDEX.jsonl.gz  `Arrival`s of a level, as they were dealt out
+    requests.jsonl.gz         `RequestRow`s, appended level by level
+    telemetry.jsonl.gz        `TelemetryRow`s, appended level by level
+    levels.jsonl              `Level`s, each appended after its rows: a row without its level was cut off and is ignored
+    verdicts.jsonl            `Verdict`s   } judgements: rewritten by `python -m loadtest grade`
+    summary.json              `Summary`    }
+    faults.jsonl              `FaultCell`s, of a fault matrix
+    overhead.jsonl            `OverheadRow`s, of an overhead run
+    plots/ report.html        made from the above by `python -m loadtest report`
+
+Compressed files are gzip members one after another, so that appending is safe and `zcat` reads them.
+"""
+
+from __future__ import annotations
+
+import gzip
+import zlib
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from loadtest.records import (
+    SCHEMA,
+    Arrival,
+    FaultCell,
+    Level,
+    OverheadRow,
+    Record,
+    RequestRow,
+    Run,
+    Summary,
+    TelemetryRow,
+    Verdict,
+)
+
+Row = TypeVar("Row", bound=Record)
+
+
+class ResultError(Exception):
+    """The folder is no result, or of another schema; the message says which file."""
+
+
+class Result:
+    """Reads and writes one folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    @classmethod
+    def create(cls, folder: Path, run: Run) -> Result:
+        """Raises ResultError if the folder already holds a result."""
+        if (folder / "run.json").exists():
+            raise ResultError(f"{folder} already holds a result")
+        (folder / "schedules").mkdir(parents=True, exist_ok=True)
+        result = cls(folder)
+        result._write("run.json", run)
+        return result
+
+    @classmethod
+    def open(cls, folder: Path) -> Result:
+        """Raises ResultError."""
+        result = cls(folder)
+        if not (folder / "run.json").exists():
+            raise ResultError(f"{folder}: no run.json")
+        if result.run.schema != SCHEMA:
+            raise ResultError(f"{folder}: schema {result.run.schema}; this version reads {SCHEMA}")
+        return result
+
+    # --- facts ------------------------------------------------------------------------------------------------------
+
+    @property
+    def run(self) -> Run:
+        return self._read("run.json", Run)
+
+    def append_level(
+        self, level: Level, requests: Sequence[RequestRow], telemetry: Sequence[TelemetryRow] = ()
+    ) -> None:
+        """The level goes last: what an interrupted write leaves behind has no level."""
+        self._append("requests.jsonl.gz", requests)
+        self._append("telemetry.jsonl.gz", telemetry)
+        self._append("levels.jsonl", [level])
+
+    @property
+    def levels(self) -> list[Level]:
+        return self._rows("levels.jsonl", Level)
+
+    @property
+    def requests(self) -> list[RequestRow]:
+        known = {level.index for level in self.levels}
+        return [row for row in self._rows("requests.jsonl.gz", RequestRow) if row.level in known]
+
+    @property
+    def telemetry(self) -> list[TelemetryRow]:
+        known = {level.index for level in self.levels}
+        return [row for row in self._rows("telemetry.jsonl.gz", TelemetryRow) if row.level in known]
+
+    def write_schedule(self, index: int, arrivals: Sequence[Arrival]) -> str:
+        """Returns its path within the result."""
+        name = f"schedules/{index}.jsonl.gz"
+        write_rows(self.folder / name, arrivals)
+        return name
+
+    def schedule(self, level: Level) -> list[Arrival]:
+        return read_rows(self.folder / level.schedule, Arrival)
+
+    # --- judgements -------------------------------------------------------------------------------------------------
+
+    def write_judgement(self, verdicts: Sequence[Verdict], summary: Summary) -> None:
+        write_rows(self.folder / "verdicts.jsonl", verdicts)
+        self._write("summary.json", summary)
+
+    @property
+    def verdicts(self) -> list[Verdict]:
+        return self._rows("verdicts.jsonl", Verdict)
+
+    @property
+    def summary(self) -> Summary:
+        return self._read("summary.json", Summary)
+
+    def write_faults(self, cells: Sequence[FaultCell]) -> None:
+        write_rows(self.folder / "faults.jsonl", cells)
+
+    @property
+    def faults(self) -> list[FaultCell]:
+        return self._rows("faults.jsonl", FaultCell)
+
+    def write_overhead(self, rows: Sequence[OverheadRow]) -> None:
+        write_rows(self.folder / "overhead.jsonl", rows)
+
+    @property
+    def overhead(self) -> list[OverheadRow]:
+        return self._rows("overhead.jsonl", OverheadRow)
+
+    # --- files ------------------------------------------------------------------------------------------------------
+
+    def _write(self, name: str, record: Record) -> None:
+        (self.folder / name).write_bytes(msgspec.json.format(msgspec.json.encode(record), indent=2) + b"\n")
+
+    def _read(self, name: str, kind: type[Row]) -> Row:
+        try:
+            return msgspec.json.decode((self.folder / name).read_bytes(), type=kind)
+        except (OSError, msgspec.MsgspecError) as error:
+            raise ResultError(f"{self.folder / name}: {error}") from None
+
+    def _append(self, name: str, rows: Iterable[Record]) -> None:
+        with (self.folder / name).open("ab") as file:
+            file.write(_encoded(name, rows))
+
+    def _rows(self, name: str, kind: type[Row]) -> list[Row]:
+        path = self.folder / name
+        return read_rows(path, kind) if path.exists() else []
+
+
+def write_rows(path: Path, rows: Iterable[Record]) -> None:
+    path.write_bytes(_encoded(path.name, rows))
+
+
+def read_rows(path: Path, kind: type[Row]) -> list[Row]:
+    """Raises ResultError. A cut last line (the process was killed while it wrote) is left out."""
+    try:
+        data = path.read_bytes()
+        lines = (_members(data) if path.suffix == ".gz" else data).split(b"\n")
+        return [msgspec.json.decode(line, type=kind) for line in lines[:-1]]
+    except (OSError, msgspec.MsgspecError) as error:
+        raise ResultError(f"{path}: {error}") from None
+
+
+def _encoded(name: str, rows: Iterable[Record]) -> bytes:
+    encoder = msgspec.json.Encoder()
+    lines = b"".join(encoder.encode(row) + b"\n" for row in rows)
+    # mtime 0: the same rows are the same bytes.
+    return gzip.compress(lines, mtime=0) if name.endswith(".gz") else lines
+
+
+def _members(data: bytes) -> bytes:
+    """All whole gzip members; a cut last one gives what can be read of it."""
+    parts: list[bytes] = []
+    while data:
+        member = zlib.decompressobj(zlib.MAX_WBITS | 16)
+        parts.append(member.decompress(data))
+        data = member.unused_data
+    return b"".join(parts)

@@ -1,0 +1,154 @@
+"""The rows of a result: what they say, and that they come back as they were written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from loadtest.records import (
+    Arrival,
+    ArrivalProcess,
+    Fingerprint,
+    Level,
+    Limits,
+    Outcome,
+    Phase,
+    RequestRow,
+    Run,
+    RunKind,
+    Target,
+    TelemetryRow,
+    group_of,
+)
+from loadtest.result import Result, ResultError
+
+
+def run_record(schema: int = 1) -> Run:
+    fingerprint = Fingerprint(
+        cpu="x",
+        cores=2,
+        memory=1,
+        memory_bandwidth=1e9,
+        kernel="k",
+        python="3",
+        versions={},
+        commit="c",
+        load_average=0,
+    )
+    return Run(
+        schema=schema,
+        kind=RunKind.MAP,
+        created="2026-11-29T00:00:00Z",
+        started=5.0,
+        command=["map"],
+        seed=1,
+        mix="chat",
+        limits=Limits(ttft=2.0, tpot=0.1),
+        target=Target(address="127.0.0.1:1"),
+        fingerprint=fingerprint,
+    )
+
+
+def level(index: int) -> Level:
+    return Level(
+        index=index,
+        phase=Phase.LADDER,
+        group=group_of(Phase.LADDER, 2.0, None),
+        process=ArrivalProcess.POISSON,
+        start=0.0,
+        window_start=1.0,
+        window_end=2.0,
+        end=3.0,
+        rate=2.0,
+    )
+
+
+def request(level_index: int = 0, index: int = 0) -> RequestRow:
+    return RequestRow(
+        level=level_index,
+        index=index,
+        kind="chat",
+        outcome=Outcome.COMPLETED,
+        intended=1.0,
+        sent=1.25,
+        first=1.5,
+        finish=2.5,
+        chunk_us=[250_000, 450_000, 1_250_000],
+        chunk_tokens=[1, 3, 1],
+    )
+
+
+def test_times_count_from_the_intended_send() -> None:
+    row = request()
+    assert (row.ttft, row.service_ttft, row.e2e, row.lateness) == (0.5, 0.25, 1.5, 0.25)
+
+
+def test_a_message_of_several_tokens_is_one_gap_and_zeros() -> None:
+    row = request()
+    assert row.tokens == 5
+    assert row.gaps() == [0.2, 0.0, 0.0, 0.8]
+    assert row.tpot == pytest.approx(sum(row.gaps()) / 4)
+
+
+def test_levels_of_the_same_rate_are_one_group_whatever_asked_for_them() -> None:
+    assert group_of(Phase.LADDER, 3.00001, None) == group_of(Phase.BISECT, 3.00002, None)
+    assert group_of(Phase.LADDER, 3.0, None) != group_of(Phase.LADDER, 3.01, None)
+    assert group_of(Phase.CALIBRATE, None, 8) == "closed:8"
+    assert group_of(Phase.RECOVERY, 3.0, None) != group_of(Phase.LADDER, 3.0, None)
+
+
+def test_a_result_comes_back_as_it_was_written(tmp_path: Path) -> None:
+    result = Result.create(tmp_path, run_record())
+    telemetry = TelemetryRow(at=1.0, level=0, metrics={"requests_running": 3.0})
+    result.append_level(level(0), [request(0, 0), request(0, 1)], [telemetry])
+    result.append_level(level(1), [request(1, 0)])
+    again = Result.open(tmp_path)
+    assert again.run == run_record()
+    assert again.levels == [level(0), level(1)]
+    assert again.requests == [request(0, 0), request(0, 1), request(1, 0)]
+    assert again.telemetry == [telemetry]
+
+
+def test_a_schedule_is_kept(tmp_path: Path) -> None:
+    result = Result.create(tmp_path, run_record())
+    arrivals = [Arrival(at=0.5, kind="chat", seed=7), Arrival(at=0.75, kind="json", seed=8, prompt_tokens=3)]
+    name = result.write_schedule(4, arrivals)
+    found = Level(**{**{f: getattr(level(4), f) for f in Level.__struct_fields__}, "schedule": name})
+    assert result.schedule(found) == arrivals
+
+
+def test_rows_of_a_level_that_was_cut_off_are_left_out(tmp_path: Path) -> None:
+    result = Result.create(tmp_path, run_record())
+    result.append_level(level(0), [request(0)])
+    result._append("requests.jsonl.gz", [request(1)])
+    assert result.requests == [request(0)]
+
+
+def test_a_cut_file_gives_what_is_whole(tmp_path: Path) -> None:
+    result = Result.create(tmp_path, run_record())
+    result.append_level(level(0), [request(0)])
+    whole = len((tmp_path / "requests.jsonl.gz").read_bytes())
+    result.append_level(level(1), [request(1, index) for index in range(500)])
+    path = tmp_path / "requests.jsonl.gz"
+    path.write_bytes(path.read_bytes()[: whole + 60])
+    assert result.requests[:1] == [request(0)]
+    assert len(result.requests) < 501
+
+
+def test_no_result_is_overwritten(tmp_path: Path) -> None:
+    Result.create(tmp_path, run_record())
+    with pytest.raises(ResultError, match="already"):
+        Result.create(tmp_path, run_record())
+
+
+@pytest.mark.parametrize("schema", [0, 2])
+def test_another_schema_is_refused(tmp_path: Path, schema: int) -> None:
+    Result.create(tmp_path, run_record(schema))
+    with pytest.raises(ResultError, match="schema"):
+        Result.open(tmp_path)
+
+
+def test_a_folder_without_a_run_is_no_result(tmp_path: Path) -> None:
+    with pytest.raises(ResultError, match=r"run\.json"):
+        Result.open(tmp_path)
