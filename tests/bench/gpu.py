@@ -7,10 +7,11 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 
 from engine.config import Device, EngineConfig, LoadFormat
-from tests.bench import gpu_steps
+from tests.bench import gpu_steps, offline
 from tests.bench.impossible_job import FULL
 from tests.bench.impossible_job import measure as measure_job
 from tests.bench.shapes import SHAPES, write_shape
@@ -23,7 +24,7 @@ KERNEL_SCRIPTS = ("decode_attention", "prefill_attention", "memory_ops")
 def sections() -> dict[str, Callable[[], Figures]]:
     steps = {f"steps {name}": lambda name=name: _steps(name) for name in SHAPES}
     kernels = {f"kernels {script}": lambda script=script: _kernels(script) for script in KERNEL_SCRIPTS}
-    return {**steps, **kernels, "impossible job": _impossible_job}
+    return {**steps, **kernels, "impossible job": _impossible_job, "offline": offline.measure, "service": _service}
 
 
 def _kernels(script: str) -> Figures:
@@ -39,6 +40,13 @@ def _kernels(script: str) -> Figures:
 def _own_time(row: dict[str, float]) -> float:
     """decode_attention's rows have no single time of ours: the decode step uses the fused op."""
     return row["pdl+fused"] if "pdl+fused" in row else row["ours"]
+
+
+def _service() -> Figures:
+    """Needs the service's own dependencies, which the other sections do without."""
+    import_module("service")  # finds the generated code of proto/
+    figures: Figures = import_module("tests.bench.service_path").measure_gpu()
+    return figures
 
 
 def _steps(name: str) -> Figures:

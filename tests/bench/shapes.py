@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
 _COMMON = {"hidden_act": "silu", "rms_norm_eps": 1e-6, "tie_word_embeddings": True, "torch_dtype": "bfloat16"}
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -60,3 +62,14 @@ def write_shape(folder: Path, name: str) -> Path:
     path.mkdir(parents=True, exist_ok=True)
     (path / "config.json").write_text(json.dumps(SHAPES[name]))
     return path
+
+
+def write_tokenizer(path: Path, vocab_size: int) -> None:
+    """A byte-level tokenizer in which every id of the model is a piece of text, for a service in front of it."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    words = (f"\u0120w{number}" for number in range(vocab_size - len(alphabet)))
+    pieces = {piece: index for index, piece in enumerate([*alphabet, *words])}
+    tokenizer = Tokenizer(models.BPE(vocab=pieces, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(path / "tokenizer.json"))
