@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +123,24 @@ def sentencepiece_tokenizer(metaspace: bool = False) -> tokenizers.Tokenizer:
         backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
         backend.decoder = decoders.Metaspace(prepend_scheme="first")
         return backend
+    return _as_sentencepiece(backend)
+
+
+def unigram_tokenizer(texts: Sequence[str]) -> tokenizers.Tokenizer:
+    """A SentencePiece unigram model of `texts`, with byte fallback for every character that they lack."""
+    learner = tokenizers.Tokenizer(models.Unigram())
+    learner.pre_tokenizer = pre_tokenizers.Metaspace()
+    trainer = trainers.UnigramTrainer(vocab_size=400, special_tokens=["<unk>"], unk_token="<unk>", show_progress=False)
+    learner.train_from_iterator(texts, trainer)
+    specials = ["<unk>", "<s>", "</s>"]
+    given = [*specials, *(f"<0x{byte:02X}>" for byte in range(256))]
+    pieces = [(token, score) for token, score in _json_model(learner)["vocab"] if token not in specials]
+    backend = tokenizers.Tokenizer(models.Unigram([*((token, -1e3) for token in given), *pieces], 0, True))
+    backend.add_special_tokens(specials)
+    return _as_sentencepiece(backend)
+
+
+def _as_sentencepiece(backend: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
     backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     backend.decoder = decoders.Sequence(
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]

@@ -1,4 +1,4 @@
-"""Text that tokenizers get wrong: twenty scripts, joined emoji, odd spaces, numbers, code."""
+"""Text that tokenizers get wrong: twenty scripts, joined emoji, odd spaces, numbers, code. And what people ask."""
 
 from __future__ import annotations
 
@@ -46,3 +46,36 @@ ODDITIES = [
     "a" * 300,
 ]
 CORPUS = SCRIPTS + ODDITIES
+
+# What people ask, by script (ISO 15924).
+PROMPTS = {
+    "Latn": "Explain in two sentences why the sky is blue, please – thanks!",
+    "Latn (Vietnamese)": "Bạn có thể giải thích vì sao bầu trời màu xanh không?",
+    "Cyrl": "Объясни, пожалуйста, почему небо голубое.",
+    "Grek": "Μπορείς να μου εξηγήσεις γιατί ο ουρανός είναι μπλε;",
+    "Hebr": "למה השמיים כחולים? (בקצרה, בבקשה)",
+    "Arab": "لماذا السماء زرقاء؟ أجب باختصار.",
+    "Arab (Urdu)": "آسمان نیلا کیوں ہوتا ہے؟",
+    "Deva": "आसमान नीला क्यों होता है? कृपया दो वाक्यों में समझाइए।",
+    "Beng": "আকাশ নীল কেন? দুই বাক্যে বলুন।",
+    "Guru": "ਅਸਮਾਨ ਨੀਲਾ ਕਿਉਂ ਹੁੰਦਾ ਹੈ?",
+    "Gujr": "આકાશ વાદળી કેમ હોય છે?",
+    "Taml": "வானம் ஏன் நீலமாக இருக்கிறது?",
+    "Telu": "ఆకాశం ఎందుకు నీలంగా ఉంటుంది?",
+    "Knda": "ಆಕಾಶ ಏಕೆ ನೀಲಿಯಾಗಿದೆ?",
+    "Mlym": "ആകാശം നീലയായിരിക്കുന്നത് എന്തുകൊണ്ട്?",
+    "Sinh": "අහස නිල් පාට ඇයි?",
+    "Thai": "ทำไมท้องฟ้าถึงเป็นสีฟ้า",
+    "Laoo": "ເປັນຫຍັງທ້ອງຟ້າຈຶ່ງເປັນສີຟ້າ?",
+    "Tibt": "གནམ་སྔོན་པོ་ཡིན་པའི་རྒྱུ་མཚན་ག་རེ་རེད།",
+    "Mymr": "ကောင်းကင်က ဘာကြောင့် အပြာရောင် ဖြစ်နေတာလဲ။",
+    "Khmr": "ហេតុអ្វីបានជាមេឃមានពណ៌ខៀវ?",
+    "Geor": "რატომ არის ცა ლურჯი?",
+    "Armn": "Ինչո՞ւ է երկինքը կապույտ։",
+    "Ethi": "ሰማይ ለምን ሰማያዊ ነው?",
+    "Jpan": "空はなぜ青いのですか？カタカナも使って、二文で説明してください。",
+    "Hans": "天空为什么是蓝色的？请用两句话解释。",
+    "Kore": "하늘은 왜 파란가요? 두 문장으로 설명해 주세요.",
+    "Cher": "ᎦᏙᏃ ᎦᎸᎶᎢ ᏌᎪᏂᎨᎢ?",
+    "Zsye": "🌍☁️➡️🔵❓ 👩🏽‍🚀 🤷‍♀️",
+}

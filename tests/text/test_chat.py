@@ -16,9 +16,17 @@ from tokenizers import AddedToken
 
 from engine.errors import ConfigurationError, InvalidRequestError
 from engine.text.chat_template import ChatTemplate
+from engine.text.detokenizer import IncrementalDetokenizer
 from engine.text.tokenizer import Tokenizer
-from tests.model.tiny import CHAT_TEMPLATE, SPECIALS, byte_level_tokenizer, sentencepiece_tokenizer, write_tokenizer
-from tests.text.corpus import CORPUS
+from tests.model.tiny import (
+    CHAT_TEMPLATE,
+    SPECIALS,
+    byte_level_tokenizer,
+    sentencepiece_tokenizer,
+    unigram_tokenizer,
+    write_tokenizer,
+)
+from tests.text.corpus import CORPUS, PROMPTS, SCRIPTS
 from tests.text.tokenizers_under_test import tokenizer
 
 START, END = 1, 2
@@ -62,6 +70,31 @@ class TestEqualsHuggingFace:
         assert ids == hf_ids(path, messages, tools=tools)
         assert '[{"name": "f", "note": "<é>"}]plain' in rendered
         assert rendered.count("one") == 3
+
+
+class TestRoundTrip:
+    """A chat's tokens say what was written, and come back as they went in, also one by one."""
+
+    @pytest.mark.parametrize("text", [*PROMPTS.values(), *CORPUS])
+    @pytest.mark.parametrize("kind", ["demo", "byte-level"])
+    def test_of_a_prompt(self, kind: str, text: str) -> None:
+        tok = tokenizer("demo") if kind == "demo" else tokenizer_with_template()
+        messages = [{"role": "system", "content": "Be brief."}, *user(text), {"role": "assistant", "content": text}]
+        ids, rendered = tok.encode_chat(messages)
+        assert rendered.count(text) >= 2
+        assert tok.decode(ids, skip_special_tokens=False) == rendered
+        stream = IncrementalDetokenizer(tok, skip_special_tokens=False)
+        pieces = [*(stream.push([token_id]) for token_id in ids), stream.flush()]
+        assert "".join(pieces) == rendered
+        assert not any("\ufffd" in piece for piece in pieces)
+
+    @pytest.mark.parametrize("script", PROMPTS)
+    def test_of_a_prompt_with_byte_fallback(self, script: str) -> None:
+        template = "{% for message in messages %}{{ message.content }}</s>{% endfor %}"
+        for backend in (sentencepiece_tokenizer(), unigram_tokenizer(SCRIPTS)):
+            tok = Tokenizer(backend, chat_template=template)
+            ids, rendered = tok.encode_chat(user(PROMPTS[script]))
+            assert tok.decode(ids, skip_special_tokens=False) == rendered == PROMPTS[script] + "</s>"
 
 
 class TestForgedTokens:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 
 import pytest
 from hypothesis import given, settings
@@ -14,7 +13,7 @@ from engine.text.decoding import decoder_rules
 from engine.text.detokenizer import IncrementalDetokenizer
 from engine.text.tokenizer import Tokenizer
 from tests.text.corpus import CORPUS
-from tests.text.tokenizers_under_test import KINDS, byte_ids, fallback_ids, token_ids, tokenizer
+from tests.text.tokenizers_under_test import KINDS, byte_ids, fallback_ids, random_ids, token_ids, tokenizer
 
 FAMILY = "👨‍👩‍👧‍👦"
 
@@ -24,26 +23,12 @@ def pieces(tok: Tokenizer, ids: list[int], *, skip: bool = True, continues: bool
     return [*(stream.push([token_id]) for token_id in ids), stream.flush()]
 
 
-def random_ids(tok: Tokenizer, rng: random.Random) -> Iterator[int]:
-    """Stretches of real text, single bytes, specials, and ids of no token."""
-    for _ in range(rng.randrange(1, 6)):
-        kind = rng.random()
-        if kind < 0.4:
-            ids = tok.encode(rng.choice(CORPUS), add_special_tokens=False)
-            start = rng.randrange(len(ids) + 1)
-            yield from ids[start : start + rng.randrange(12)]
-        elif kind < 0.6:
-            yield from (rng.randrange(3, 262) for _ in range(rng.randrange(6)))
-        else:
-            yield from (rng.randrange(tok.size + 2) for _ in range(rng.randrange(6)))
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_ten_thousand_random_sequences(kind: str) -> None:
     tok, rng = tokenizer(kind), random.Random(20)
     broken = 0
     for _ in range(10_000):
-        ids, skip = list(random_ids(tok, rng)), rng.random() < 0.5
+        ids, skip = random_ids(tok, rng), rng.random() < 0.5
         expected = tok.decode(ids, skip_special_tokens=skip)
         broken += "\ufffd" in expected
         assert "".join(pieces(tok, ids, skip=skip)) == expected

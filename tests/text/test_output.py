@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from engine.text.output import Delta, OutputText
 from engine.text.tokenizer import Tokenizer
 from engine.types import TokenLogprob
 from tests.text.corpus import CORPUS
-from tests.text.tokenizers_under_test import KINDS, byte_ids, fallback_ids, tokenizer
+from tests.text.tokenizers_under_test import KINDS, byte_ids, fallback_ids, random_ids, tokenizer
 
 BYTE_LEVEL = "byte-level"
 
@@ -93,6 +94,49 @@ def test_stop_strings_by_oracle(text: str, stops: list[str], size: int, include:
     # Tokens stop with the text: none that holds any of the stop string, unless it is kept.
     decoded = tok.decode(ids_of(deltas))
     assert decoded.startswith(text_of(deltas)) if include else text_of(deltas).startswith(decoded)
+
+
+def first_stop(text: str, stops: list[str]) -> tuple[int, str] | None:
+    """Where the match that ends first ends, and the longest that ends there."""
+    ends = [(at + len(stop), -len(stop), stop) for stop in stops if (at := text.find(stop)) >= 0]
+    return (min(ends)[0], min(ends)[2]) if ends else None
+
+
+def random_stops(text: str, rng: random.Random) -> list[str]:
+    """Mostly pieces of the text, so that they are met, at any place in its tokens; some that only begin like it."""
+    stops = []
+    for _ in range(rng.randrange(3) if text else 0):
+        start = rng.randrange(len(text))
+        stops.append(text[start : start + rng.randrange(1, 9)] + rng.choice(["", "", "\x00"]))
+    return stops
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_ten_thousand_random_candidates_by_oracle(kind: str) -> None:
+    """Any tokens, cut anywhere, with stop strings kept or not: what arrives is the one decode of all of them, up to the
+    stop string."""
+    tok, rng, stopped = tokenizer(kind), random.Random(8), 0
+    for _ in range(10_000):
+        ids, skip, include = random_ids(tok, rng), rng.random() < 0.5, rng.random() < 0.5
+        whole = tok.decode(ids, skip_special_tokens=skip)
+        stops = random_stops(whole, rng)
+        output = OutputText(tok, stop_strings=stops, include_stop=include, skip_special_tokens=skip)
+        deltas, at = list[Delta](), 0
+        while at < len(ids):
+            size = rng.randrange(1, 7)
+            deltas.append(output.push(ids[at : at + size]))
+            at += size
+        deltas.append(output.finish())
+        match = first_stop(whole, stops)
+        if match is None:
+            assert (text_of(deltas), ids_of(deltas), output.stopped) == (whole, ids, None)
+        else:
+            end, stop = match
+            stopped += 1
+            assert text_of(deltas) == whole[: end if include else end - len(stop)]
+            assert output.stopped == stop
+        assert output.token_count == len(ids)
+    assert 3000 < stopped < 9000
 
 
 class TestStopAcrossTokens:

@@ -17,7 +17,8 @@ from engine.errors import ConfigurationError, InvalidRequestError
 from engine.model.source import resolve
 from engine.text.tokenizer import Tokenizer
 from tests.model.tiny import CHAT_TEMPLATE, SPECIALS, byte_level_tokenizer, sentencepiece_tokenizer, write_tokenizer
-from tests.text.corpus import CORPUS
+from tests.text.corpus import CORPUS, PROMPTS
+from tests.text.tokenizers_under_test import tokenizer
 
 
 def assert_same(ours: Tokenizer, theirs: Any, texts: list[str] = CORPUS) -> None:
@@ -235,6 +236,17 @@ class TestDirectory:
         with pytest.raises(ConfigurationError, match=r"tokenizer\.json: ") as caught:
             Tokenizer.from_directory(tmp_path)
         assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", ["demo", "byte-level", "byte-fallback", "unigram"])
+def test_text_comes_back_from_its_tokens(kind: str) -> None:
+    """Byte-level: every text. SentencePiece spells a space as U+2581, so that character alone does not come back."""
+    tok = tokenizer(kind)
+    for text in [*PROMPTS.values(), *CORPUS]:
+        if kind in ("byte-fallback", "unigram"):
+            text = text.replace("▁", "_")
+        ids = tok.encode(text, add_special_tokens=False)
+        assert tok.decode(ids, skip_special_tokens=False) == text
 
 
 def test_ids_of_no_token_decode_to_nothing() -> None:
