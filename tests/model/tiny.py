@@ -135,7 +135,7 @@ def unigram_tokenizer(texts: Sequence[str]) -> tokenizers.Tokenizer:
     specials = ["<unk>", "<s>", "</s>"]
     given = [*specials, *(f"<0x{byte:02X}>" for byte in range(256))]
     pieces = [(token, score) for token, score in _json_model(learner)["vocab"] if token not in specials]
-    backend = tokenizers.Tokenizer(models.Unigram([*((token, -1e3) for token in given), *pieces], 0, True))
+    backend = tokenizers.Tokenizer(models.Unigram([*((token, 0.0) for token in given), *pieces], 0, True))
     backend.add_special_tokens(specials)
     return _as_sentencepiece(backend)
 
