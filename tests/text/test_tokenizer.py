@@ -240,8 +240,8 @@ class TestDirectory:
 
 @pytest.mark.parametrize("kind", ["demo", "byte-level", "byte-fallback", "unigram"])
 def test_text_comes_back_from_its_tokens(kind: str) -> None:
-    """Byte-level: every text. SentencePiece spells a space as U+2581 and, in `tokenizers`, a byte as <0x41>: these do not
-    come back."""
+    """Byte-level: every text. SentencePiece spells a space as U+2581 and, in `tokenizers`, a byte as <0x41>: these do
+    not come back."""
     tok = tokenizer(kind)
     for text in [*PROMPTS.values(), *CORPUS]:
         if kind in ("byte-fallback", "unigram"):
