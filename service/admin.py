@@ -8,7 +8,7 @@ from typing import Any
 from grpc import aio
 
 from octavo.v1 import admin_pb2, admin_pb2_grpc
-from service import convert
+from service.convert.admin import drain_response, parse_drain
 from service.replica import Replica
 from service.status import RequestRefusedError, abort
 
@@ -24,8 +24,8 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
 
     async def Drain(self, request: admin_pb2.DrainRequest, context: Context) -> admin_pb2.DrainResponse:
         try:
-            timeout = convert.parse_drain(request)
+            timeout = parse_drain(request)
         except RequestRefusedError as error:
             await abort(context, error.failure)
         self._request_drain(timeout)
-        return convert.drain_response(len(self._replica.live))
+        return drain_response(len(self._replica.live))

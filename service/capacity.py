@@ -9,8 +9,8 @@ from typing import Any
 from grpc import aio
 
 from octavo.v1 import capacity_pb2, capacity_pb2_grpc
-from service import convert
 from service.admission import Admission
+from service.convert.capacity import capacity_message, capacity_response, parse_watch, watch_response
 from service.replica import Replica
 from service.status import RequestRefusedError, abort, draining, unimplemented
 
@@ -29,20 +29,20 @@ class CapacityService(capacity_pb2_grpc.CapacityServiceServicer):
             self._replica.model.check_name(request.model)
         except RequestRefusedError as error:
             await abort(context, error.failure)
-        return convert.capacity_response(self._snapshot())
+        return capacity_response(self._snapshot())
 
     async def WatchCapacity(  # type: ignore[override]  # writes by context.write
         self, request: capacity_pb2.WatchCapacityRequest, context: Context
     ) -> None:
         """Sends the state as it is when there is room to send: what changed meanwhile is never queued."""
         try:
-            pace = convert.parse_watch(request, self._replica.model)
+            pace = parse_watch(request, self._replica.model)
         except RequestRefusedError as error:
             await abort(context, error.failure)
         changes = self._replica.changes
         while not self._replica.stopping:
             seen = changes.value
-            await context.write(convert.watch_response(self._snapshot()))
+            await context.write(watch_response(self._snapshot()))
             sent_at = time.monotonic()
             await asyncio.sleep(pace.least)
             await changes.wait_beyond(seen, sent_at + pace.most - time.monotonic())
@@ -56,7 +56,7 @@ class CapacityService(capacity_pb2_grpc.CapacityServiceServicer):
     def _snapshot(self) -> capacity_pb2.Capacity:
         replica = self._replica
         stats = replica.engine.stats
-        return convert.capacity_message(
+        return capacity_message(
             replica.info,
             stats,
             state=replica.state,

@@ -11,7 +11,7 @@ from typing import Any
 from grpc import aio
 
 from octavo.v1 import generation_pb2, generation_pb2_grpc
-from service import convert
+from service.convert.requests import parse_start
 from service.intake import Intake
 from service.orca import attach_report
 from service.output import PendingBytes, RequestOutput
@@ -202,7 +202,7 @@ def parse(
     start: generation_pb2.StartGeneration, replica: Replica, arrival: float, *, windowed: bool
 ) -> Generation | Failure:
     try:
-        return convert.parse_start(start, replica.model, arrival, windowed=windowed)
+        return parse_start(start, replica.model, arrival, windowed=windowed)
     except RequestRefusedError as error:
         return error.failure
 

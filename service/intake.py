@@ -7,8 +7,8 @@ import logging
 from collections.abc import Callable
 
 from engine import EngineDiedError, GenerationRequest, InvalidRequestError
-from service import convert
 from service.admission import Admission
+from service.convert.prompts import check_prompt_bytes, check_prompt_length, check_prompt_scores
 from service.live import LiveRequest
 from service.output import PendingBytes, RequestOutput
 from service.replica import Replica
@@ -85,7 +85,7 @@ class Intake:
 
     def _check_bytes(self, generation: Generation) -> None:
         if not isinstance(generation.prompt, TokenPrompt):
-            convert.check_prompt_bytes(_text_bytes(generation), self._replica.max_prompt_bytes, self._replica.info)
+            check_prompt_bytes(_text_bytes(generation), self._replica.max_prompt_bytes, self._replica.info)
 
     def _tokenize(self, generation: Generation) -> list[int]:
         """Called on any thread."""
@@ -112,8 +112,8 @@ class Intake:
         self, request: LiveRequest, output: RequestOutput, deadline: float | None, token_ids: list[int]
     ) -> None:
         generation = output.generation
-        convert.check_prompt_length(len(token_ids), self._replica.info)
-        convert.check_prompt_scores(len(token_ids), generation.output.prompt_top_logprobs)
+        check_prompt_length(len(token_ids), self._replica.info)
+        check_prompt_scores(len(token_ids), generation.output.prompt_top_logprobs)
         queue_deadline = _after(generation.arrival, generation.queue_timeout)
         self._admission.check_prompt(generation, len(token_ids), _earlier(deadline, queue_deadline))
         output.begin(token_ids)

@@ -9,7 +9,7 @@ from grpc import aio
 from xds.data.orca.v3 import orca_load_report_pb2
 from xds.service.orca.v3 import orca_pb2
 
-from service.convert import kv_utilization, utilization
+from service.convert.capacity import kv_utilization, utilization
 from service.replica import Replica
 from service.status import abort, draining
 

@@ -28,7 +28,8 @@ from engine import (
     Usage,
 )
 from octavo.v1 import generation_pb2
-from service import convert
+from service.convert.events import Events, add_admitted, add_delta, add_failed, add_finished, add_prompt
+from service.convert.unary import FinishedCandidate, unary_response
 from service.metrics import RequestTimer
 from service.request import Generation
 from service.status import Failure, from_engine, internal
@@ -361,7 +362,7 @@ class RequestOutput:
             self.shut_since = None
             self._on_ready(self)
 
-    def take(self, events: convert.Events) -> None:
+    def take(self, events: Events) -> None:
         """Appends everything that may be sent now."""
         if self.done:
             return
@@ -379,7 +380,7 @@ class RequestOutput:
     def take_all(self) -> generation_pb2.GenerateUnaryResponse:
         """The whole output of a request that ended well."""
         self.done = True
-        return convert.unary_response(
+        return unary_response(
             self.request_id,
             [self._finished(candidate) for candidate in self.candidates],
             self.usage,
@@ -394,11 +395,11 @@ class RequestOutput:
             return None
         return self.prompt_token_ids[0], self._prompt_scores
 
-    def _finished(self, candidate: CandidateOutput) -> convert.FinishedCandidate:
+    def _finished(self, candidate: CandidateOutput) -> FinishedCandidate:
         piece, options = candidate.take(0), self.options
         assert piece is not None
         assert piece.finish is not None
-        return convert.FinishedCandidate(
+        return FinishedCandidate(
             index=candidate.index,
             text=piece.text if options.text else "",
             token_ids=piece.token_ids if options.token_ids else (),
@@ -407,10 +408,10 @@ class RequestOutput:
             stop_sequence=piece.stop_sequence,
         )
 
-    def _take_admitted(self, events: convert.Events) -> None:
+    def _take_admitted(self, events: Events) -> None:
         self._admitted_sent = True
         admitted = self._admitted or Admitted(self.control.engine_id, self.usage.prompt_tokens, 0)
-        convert.add_admitted(
+        add_admitted(
             events,
             self.request_id,
             self._next_sequence(),
@@ -421,17 +422,17 @@ class RequestOutput:
             prompt_token_ids=self.prompt_token_ids if self.options.echo_prompt_token_ids else (),
         )
 
-    def _take_prompt(self, events: convert.Events) -> bool:
+    def _take_prompt(self, events: Events) -> bool:
         """Gives out some of the prompt's log probabilities; True if more are there."""
         first = self.prompt_token_ids[0] if self._admitted is not None and not self._prompt_begun else None
         count = max(1, PROMPT_SCORES_AT_ONCE // (1 + (self.options.prompt_top_logprobs or 0)))
         piece, self._prompt_scores = self._prompt_scores[:count], self._prompt_scores[count:]
         if first is not None or piece:
             self._prompt_begun = True
-            convert.add_prompt(events, self.request_id, self._next_sequence(), first, piece, self._tokenizer)
+            add_prompt(events, self.request_id, self._next_sequence(), first, piece, self._tokenizer)
         return bool(self._prompt_scores)
 
-    def _take_candidate(self, candidate: CandidateOutput, events: convert.Events) -> None:
+    def _take_candidate(self, candidate: CandidateOutput, events: Events) -> None:
         options = self.options
         if options.coalesce and self._is_gathering(candidate):
             return
@@ -441,7 +442,7 @@ class RequestOutput:
         if piece is None:
             return
         count = len(piece.token_ids)
-        convert.add_delta(
+        add_delta(
             events,
             self.request_id,
             self._next_sequence(),
@@ -475,14 +476,14 @@ class RequestOutput:
         self._flush_timer = None
         self._on_ready(self)
 
-    def _take_terminal(self, events: convert.Events) -> None:
+    def _take_terminal(self, events: Events) -> None:
         self.done = True
         if self._flush_timer is not None:
             self._flush_timer.cancel()
         if self.failure is not None:
-            convert.add_failed(events, self.request_id, self._next_sequence(), self.failure)
+            add_failed(events, self.request_id, self._next_sequence(), self.failure)
         else:
-            convert.add_finished(events, self.request_id, self._next_sequence(), self.usage, self.timing)
+            add_finished(events, self.request_id, self._next_sequence(), self.usage, self.timing)
 
     @property
     def usage_so_far(self) -> Usage:

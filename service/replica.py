@@ -12,7 +12,7 @@ from contextlib import suppress
 
 from engine import EngineClient, EngineInfo, EngineState, EngineStats, Tokenizer
 from service.config import ServiceConfig
-from service.convert import ServedModel
+from service.convert.model import ServedModel
 from service.live import LiveRequests, OpenStreams
 from service.metrics import Metrics
 from service.quota import Quotas

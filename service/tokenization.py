@@ -13,7 +13,13 @@ from grpc import aio
 
 from engine import InvalidRequestError
 from octavo.v1 import tokenization_pb2, tokenization_pb2_grpc
-from service import convert
+from service.convert.tokenization import (
+    detokenize_response,
+    parse_detokenize,
+    parse_tokenize,
+    tokenize_response,
+    tokenizer_chunk,
+)
 from service.replica import Replica
 from service.request import ChatPrompt, TextPrompt
 from service.status import RequestRefusedError, abort, internal, invalid
@@ -49,7 +55,7 @@ class TokenizationService(tokenization_pb2_grpc.TokenizationServiceServicer):
         for start in range(0, len(data), CHUNK_BYTES):
             chunk = data[start : start + CHUNK_BYTES]
             last = start + CHUNK_BYTES >= len(data)
-            await context.write(convert.tokenizer_chunk(chunk, hashlib.sha256(data).hexdigest() if last else ""))
+            await context.write(tokenizer_chunk(chunk, hashlib.sha256(data).hexdigest() if last else ""))
 
     async def _apart(self, context: Context, work: Callable[[], T]) -> T:
         loop = asyncio.get_running_loop()
@@ -65,20 +71,20 @@ class TokenizationService(tokenization_pb2_grpc.TokenizationServiceServicer):
 
     def _tokenize(self, request: tokenization_pb2.TokenizeRequest) -> tokenization_pb2.TokenizeResponse:
         tokenizer, info = self._replica.tokenizer, self._replica.info
-        parsed = convert.parse_tokenize(request, self._replica.model)
+        parsed = parse_tokenize(request, self._replica.model)
         match parsed.prompt:
             case TextPrompt(text):
                 ids, spans = tokenizer.encode_with_offsets(text, add_special_tokens=parsed.add_special_tokens)
-                return convert.tokenize_response(ids, byte_offsets(text, spans) if parsed.offsets else [], "", info)
+                return tokenize_response(ids, byte_offsets(text, spans) if parsed.offsets else [], "", info)
             case ChatPrompt(messages, add_generation_prompt, arguments):
                 ids, rendered = tokenizer.encode_chat(messages, add_generation_prompt, arguments)
-                return convert.tokenize_response(ids, [], rendered, info)
+                return tokenize_response(ids, [], rendered, info)
 
     def _detokenize(self, request: tokenization_pb2.DetokenizeRequest) -> tokenization_pb2.DetokenizeResponse:
         tokenizer = self._replica.tokenizer
-        ids, skip_special = convert.parse_detokenize(request, self._replica.model)
+        ids, skip_special = parse_detokenize(request, self._replica.model)
         raw = b"".join(tokenizer.token_bytes(token_id) for token_id in ids)
-        return convert.detokenize_response(tokenizer.decode(ids, skip_special_tokens=skip_special), raw)
+        return detokenize_response(tokenizer.decode(ids, skip_special_tokens=skip_special), raw)
 
     def _download(self, request: tokenization_pb2.DownloadTokenizerRequest) -> bytes:
         self._replica.model.check_name(request.model)

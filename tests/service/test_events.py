@@ -179,7 +179,7 @@ async def test_unary_has_the_prompts_log_probabilities(served: Running) -> None:
 async def test_more_prompt_log_probabilities_than_a_client_can_be_sent(
     served: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("service.convert.MAX_PROMPT_SCORES", 30)
+    monkeypatch.setattr("service.convert.prompts.MAX_PROMPT_SCORES", 30)
     request = start("x" * 11, max_tokens=1, output=pb.OutputOptions(prompt_top_logprobs=2))
     status = await refusal(served, request)
     assert status.fields == ["start.output.prompt_top_logprobs"]
