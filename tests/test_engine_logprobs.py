@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import random
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from engine import load_tokenizer
+from engine.config import EngineConfig
 from engine.engine import Engine, GenerationResult
+from engine.model.source import resolve
 from engine.schedule.plan import StepPlan
 from engine.types import (
     GenerationRequest,
@@ -21,6 +26,7 @@ from engine.types import (
 )
 from tests.model.tiny import write_tiny_model
 from tests.test_engine import GREEDY, engine, random_requests
+from tests.text.corpus import PROMPTS
 
 TOP = 5
 PROMPT = [random.Random(1).randrange(3, 500) for _ in range(45)]
@@ -42,9 +48,17 @@ def scoring(name: str, prompt: list[int], max_tokens: int = 8, n: int = 1, top: 
     return GenerationRequest(name, prompt, sampling, stop, top_logprobs=top, prompt_top_logprobs=top)
 
 
+@cache
+def peer_of(path: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
+
+
 def reference(path: Path, tokens: list[int]) -> torch.Tensor:
     """Log probabilities [tokens - 1, vocabulary] of what follows each token but the last, by transformers."""
-    peer = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
+    return scores_by(peer_of(path), tokens)
+
+
+def scores_by(peer: Any, tokens: list[int]) -> torch.Tensor:
     with torch.no_grad():
         return torch.log_softmax(peer(torch.tensor([tokens])).logits[0, :-1], dim=1)
 
@@ -81,7 +95,8 @@ def test_chunks_do_not_change_them(tiny: Path, shared: Engine, budget: int) -> N
     chunked = engine(tiny, max_num_batched_tokens=budget, max_num_seqs=1 if budget == 1 else 4)
     result = chunked.generate([scoring("a", PROMPT)])[0]
     assert all_scores(result) == all_scores(whole)
-    assert_equal_to(reference(tiny, PROMPT), PROMPT[1:], result.prompt_logprobs)
+    tokens = PROMPT + result.token_ids
+    assert_equal_to(reference(tiny, tokens), tokens[1:], all_scores(result))
 
 
 def test_company_and_preemption_do_not_change_them(tiny: Path, shared: Engine) -> None:
@@ -90,7 +105,11 @@ def test_company_and_preemption_do_not_change_them(tiny: Path, shared: Engine) -
         scoring(str(i), [generator.randrange(3, 500) for _ in range(generator.randint(1, 30))], 20) for i in range(8)
     ]
     others = random_requests(8, seed=3)
-    alone = [all_scores(shared.generate([item])[0]) for item in items]
+    results = [shared.generate([item])[0] for item in items]
+    alone = [all_scores(result) for result in results]
+    for item, result in zip(items, results, strict=True):
+        tokens = item.prompt_token_ids + result.token_ids
+        assert_equal_to(reference(tiny, tokens), tokens[1:], all_scores(result))
     for options in ({}, {"swap_space_gib": 0.001}):
         small = engine(tiny, kv_cache_tokens=120, max_num_batched_tokens=16, **options)
         mixed = [item for pair in zip(items, _renamed(others), strict=True) for item in pair]
@@ -114,6 +133,8 @@ def test_the_prefix_cache_is_written_but_not_read(tiny: Path) -> None:
     assert hit.usage.cached_prompt_tokens > 0
     assert hit.prompt_logprobs == []
     assert hit.candidates[0].logprobs == first.candidates[0].logprobs
+    tokens = PROMPT + hit.token_ids
+    assert_equal_to(reference(tiny, tokens)[len(PROMPT) - 1 :], hit.token_ids, hit.candidates[0].logprobs)
     local.scheduler.check_idle()
 
 
@@ -153,3 +174,24 @@ def test_a_request_without_them_scores_nothing_more(shared: Engine, monkeypatch:
     shared.generate(_renamed(random_requests(4, seed=1)))
     assert plans
     assert not any(plan.scored or plan.edited for plan in plans)
+
+
+@pytest.mark.slow
+def test_the_demo_model_equals_transformers() -> None:
+    """SmolLM2-135M in fp32: prompts and outputs, in chunks beside each other, then with the prompts in the cache."""
+    source = resolve("demo")
+    peer = AutoModelForCausalLM.from_pretrained(
+        str(source.path.parent), gguf_file=source.path.name, dtype=torch.float32
+    ).eval()
+    tokenizer = load_tokenizer("demo")
+    demo = Engine(EngineConfig(max_num_seqs=4, max_model_len=512, max_num_batched_tokens=24))
+    prompts = [tokenizer.encode(PROMPTS[script] + " " + PROMPTS["Latn"]) for script in ("Latn", "Grek", "Hans")]
+    results = demo.generate([scoring(str(index), prompt, 24) for index, prompt in enumerate(prompts)])
+    for index, (prompt, result) in enumerate(zip(prompts, results, strict=True)):
+        tokens = prompt + result.token_ids
+        expected = scores_by(peer, tokens)
+        assert_equal_to(expected, tokens[1:], all_scores(result))
+        plain = GenerationRequest("hit", prompt, GREEDY, scoring(str(index), prompt, 24).stop, top_logprobs=TOP)
+        hit = demo.generate([plain])[0]
+        assert hit.usage.cached_prompt_tokens >= 16
+        assert_equal_to(expected[len(prompt) - 1 :], hit.token_ids, hit.candidates[0].logprobs)
