@@ -253,6 +253,7 @@ class Level(Record, frozen=True, kw_only=True):
     (closed loop). `repeat`: 0, 1, ... in its group. `multiple`: rate over the knee, in phase BEYOND.
     `start` <= `window_start` <= `window_end` (arrivals stop) <= `end` (nothing in flight, or cut off). A closed loop
     has neither warm-up nor drain in its window. `schedule`: its file. `interrupted`: Ctrl-C cut it short.
+    `recovery`: as in `Measures`, where probes were sent.
     """
 
     index: int
@@ -271,6 +272,7 @@ class Level(Record, frozen=True, kw_only=True):
     schedule: str = ""
     fault: str = ""
     interrupted: bool = False
+    recovery: float | None = None
     clients: list[ClientReport] = []
     parameters: dict[str, Any] = {}
 
@@ -355,7 +357,8 @@ class Slope(Record, frozen=True, kw_only=True):
 class Measures(Record, frozen=True, kw_only=True):
     """What a level shows in its window; rates a second. `offered`: arrivals that the schedule had. `goodput`: completed
     requests within the limits. `little_gap`: |L - lambda W| / L. `in_flight`: time average.
-    `recovery`: seconds from the end of arrivals until nothing was in flight."""
+    `drain`: seconds from the end of arrivals until nothing was in flight; None if it was cut off. `recovery`: until a
+    probe's first token came within 1.2 of the floor. `reasons`: of what did not complete."""
 
     seconds: float
     arrivals: int
@@ -385,19 +388,26 @@ class Measures(Record, frozen=True, kw_only=True):
     preemptions: float = 0.0
     cached_share: float | None = None
     drain: float | None = None
+    recovery: float | None = None
     longest_silence: float = 0.0
     reasons: dict[str, int] = {}
 
 
 class Verdict(Record, frozen=True, kw_only=True):
-    """`evidence`: the figures that decided, in words. `void`: why the level does not count; its class is then VOID."""
+    """Of a group: its levels' rows pooled. `rate`, `concurrency`, `phase`, `multiple`: of its levels (the last one's
+    phase). `evidence`: the figures that decided, in words. `void`: levels that do not count, and why; a group with no
+    other level is of class VOID."""
 
-    level: int
     group: str
+    levels: list[int]
+    phase: Phase
     level_class: LevelClass
     evidence: str
     measures: Measures
-    void: list[str] = []
+    rate: float | None = None
+    concurrency: int | None = None
+    multiple: float | None = None
+    void: dict[str, str] = {}
 
 
 class Interval(Record, frozen=True, kw_only=True):

@@ -1,0 +1,128 @@
+"""What a level's measures say, by rule. "Slower under load" and "hung" are different findings."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from loadtest.measure import LevelRows, measure
+from loadtest.records import LevelClass, Limits, Measures, Phase, Verdict
+
+KEEPS_UP = 0.98  # completions over arrivals
+ERRORS = 0.001  # of arrivals
+COLLAPSE = 0.8  # of the best at a lower rate
+SILENCE = 5.0  # seconds without a sign of life while something was in flight
+LATENESS = 0.005  # seconds; or LATENESS_SHARE of the mean gap, whichever is more
+LATENESS_SHARE = 0.01
+CLIENT_CPU = 0.8  # of a core
+LITTLE = 0.05
+CRASHED = frozenset({"ENGINE_DIED", "ENGINE_STALLED", "ENGINE_STARTING", "UNAVAILABLE", "DRAINING", "DRAIN_TIMEOUT"})
+
+
+def voids(part: LevelRows) -> str:
+    """Why a level does not count; empty if it does."""
+    level, measures = part.level, measure([part], Limits(ttft=1.0, tpot=1.0))
+    if level.interrupted:
+        return "interrupted"
+    if level.rate is None:
+        return ""
+    if measures.client_cap:
+        return f"{measures.client_cap} requests were not sent: the client was full"
+    limit = max(LATENESS, LATENESS_SHARE / level.rate)
+    if measures.lateness_p99 > limit:
+        return f"sends were late: p99 {measures.lateness_p99 * 1e3:.1f} ms, at most {limit * 1e3:.1f} ms count"
+    if measures.client_cpu > CLIENT_CPU:
+        return f"a client used {measures.client_cpu:.0%} of a core"
+    return ""
+
+
+def grade(parts: Sequence[LevelRows], limits: Limits, lower: Sequence[Verdict] = ()) -> Verdict:
+    """The verdict of one group. lower: verdicts of groups of lower rates, which say what the best was."""
+    void = {str(part.level.index): cause for part in parts if (cause := voids(part))}
+    counted = [part for part in parts if str(part.level.index) not in void]
+    level = parts[-1].level
+    measures = measure(counted or parts, limits)
+    if not counted:
+        level_class, evidence = LevelClass.VOID, "; ".join(sorted(set(void.values())))
+    elif level.phase is Phase.RECOVERY:
+        level_class, evidence = recovered(measures)
+    else:
+        level_class, evidence = classify(measures, lower)
+    return Verdict(
+        group=level.group,
+        levels=[part.level.index for part in parts],
+        phase=level.phase,
+        level_class=level_class,
+        evidence=evidence,
+        measures=measures,
+        rate=level.rate,
+        concurrency=level.concurrency,
+        multiple=level.multiple,
+        void=void,
+    )
+
+
+def classify(measures: Measures, lower: Sequence[Verdict] = ()) -> tuple[LevelClass, str]:
+    """The first rule that holds, from the worst to the best."""
+    crashed = {reason: count for reason, count in measures.reasons.items() if reason in CRASHED}
+    if crashed:
+        return LevelClass.CRASHED, ", ".join(f"{count} x {reason}" for reason, count in sorted(crashed.items()))
+    if measures.longest_silence > SILENCE:
+        return LevelClass.HUNG, f"{measures.longest_silence:.1f} s without a token or a step, with requests in flight"
+    if keeps_up(measures):
+        return LevelClass.KEEPS_UP, _shares(measures)
+    if (fall := collapse(measures, lower)) is not None:
+        return LevelClass.COLLAPSING, fall
+    if _answered_share(measures) >= KEEPS_UP and measures.refused and not _rises(measures):
+        return LevelClass.SATURATED_STABLE, f"{_shares(measures)}; {measures.refused} refused, TTFT does not rise"
+    return LevelClass.SATURATED_GROWING, f"{_shares(measures)}; in flight {_slope(measures)}"
+
+
+def keeps_up(measures: Measures) -> bool:
+    errors = measures.refused + measures.failed
+    return errors <= ERRORS * measures.arrivals and not falls_behind(measures)
+
+
+def falls_behind(measures: Measures) -> bool:
+    """Fewer completions than arrivals, or more and more in flight: by both the share and the trend, since either alone
+    is fooled by the window's edges."""
+    share = measures.completion_rate / measures.offered if measures.offered else 1.0
+    trend = measures.in_flight_slope
+    grows = trend is not None and trend.low > 0
+    growth = 0.0 if trend is None else trend.value / measures.offered if measures.offered else 0.0
+    return share < KEEPS_UP and (grows or growth > 1 - KEEPS_UP)
+
+
+def collapse(measures: Measures, lower: Sequence[Verdict]) -> str | None:
+    """Falls of goodput or of the token rate below the best at a lower rate."""
+    for name in ("token_rate", "goodput"):
+        best = max((getattr(verdict.measures, name) for verdict in lower), default=0.0)
+        value = getattr(measures, name)
+        if value < COLLAPSE * best:
+            return f"{name.replace('_', ' ')} {value:.4g}/s is {1 - value / best:.0%} below its best, {best:.4g}/s"
+    return None
+
+
+def recovered(measures: Measures) -> tuple[LevelClass, str]:
+    """Of an overload with probes after it."""
+    if measures.recovery is None:
+        return LevelClass.NOT_RECOVERED, "no probe came back to within 1.2 of the floor"
+    return LevelClass.RECOVERED, f"probes back within 1.2 of the floor {measures.recovery:.2f} s after the overload"
+
+
+def _answered_share(measures: Measures) -> float:
+    answered = measures.completion_rate * measures.seconds + measures.refused
+    return answered / measures.arrivals if measures.arrivals else 1.0
+
+
+def _rises(measures: Measures) -> bool:
+    return measures.ttft_slope is not None and measures.ttft_slope.low > 0
+
+
+def _shares(measures: Measures) -> str:
+    share = measures.completion_rate / measures.offered if measures.offered else 1.0
+    return f"completions are {share:.1%} of arrivals"
+
+
+def _slope(measures: Measures) -> str:
+    trend = measures.in_flight_slope
+    return "unknown" if trend is None else f"{trend.value:+.2f}/s ({trend.low:+.2f} to {trend.high:+.2f})"

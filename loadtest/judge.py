@@ -1,0 +1,151 @@
+"""Verdicts and summary of a whole run, from its rows alone: what `python -m loadtest grade` does again at any time."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from loadtest.classify import KEEPS_UP, grade
+from loadtest.measure import LevelRows
+from loadtest.records import Hypothesis, Interval, LevelClass, Limits, Phase, Run, Score, Summary, Verdict
+from loadtest.usl import fit
+
+SLO_SHARE = 0.99
+SWEEP = frozenset({Phase.LADDER, Phase.BISECT, Phase.REFINE, Phase.BEYOND})
+
+
+@dataclass(frozen=True)
+class Bracket:
+    """Rates between which a property is lost: the highest that has it and the lowest that has not. Where verdicts are
+    not in order (a rate has it and a lower one has not), the bracket spans the disorder."""
+
+    low: float | None
+    high: float | None
+
+
+def bracket(verdicts: Iterable[Verdict], good: Callable[[Verdict], bool]) -> Bracket:
+    """verdicts: of open-loop groups that count."""
+    known = [(verdict.rate, good(verdict)) for verdict in verdicts if verdict.rate is not None]
+    having = [rate for rate, has in known if has]
+    lacking = [rate for rate, has in known if not has]
+    if not having or not lacking:
+        return Bracket(max(having, default=None), min(lacking, default=None))
+    if max(having) < min(lacking):
+        return Bracket(max(having), min(lacking))
+    below = [rate for rate in having if rate < min(lacking)]
+    above = [rate for rate in lacking if rate > max(having)]
+    return Bracket(max(below, default=None), min(above, default=None))
+
+
+def in_order(verdicts: Iterable[Verdict]) -> list[Verdict]:
+    """Those of the sweep that count, by rate."""
+    counted = [
+        verdict
+        for verdict in verdicts
+        if verdict.rate is not None and verdict.phase in SWEEP and verdict.level_class is not LevelClass.VOID
+    ]
+    return sorted(counted, key=lambda verdict: verdict.rate or 0.0)
+
+
+def meets_limits(verdict: Verdict) -> bool:
+    """At least 99 % of the arrivals completed within all limits."""
+    return verdict.measures.goodput >= SLO_SHARE * verdict.measures.offered
+
+
+def judge_levels(parts: Sequence[LevelRows], limits: Limits) -> list[Verdict]:
+    """One verdict a group, in the order in which the groups came up."""
+    groups: defaultdict[str, list[LevelRows]] = defaultdict(list)
+    for part in parts:
+        groups[part.level.group].append(part)
+    verdicts: dict[str, Verdict] = {}
+    for group in sorted(groups, key=lambda name: groups[name][0].level.rate or 0.0):
+        rate = groups[group][0].level.rate or 0.0
+        lower = [known for known in in_order(verdicts.values()) if (known.rate or 0.0) < rate]
+        verdicts[group] = grade(groups[group], limits, lower)
+    return [verdicts[group] for group in groups]
+
+
+def summarize(
+    run: Run, verdicts: Sequence[Verdict], *, complete: bool, notes: Sequence[str] = (), extra: Mapping[str, float] = {}
+) -> Summary:
+    """extra: measures that verdicts do not have, such as the time that it all took."""
+    sweep = in_order(verdicts)
+    knee = knee_of(sweep)
+    measures = {**measures_of(sweep, verdicts, knee), **extra}
+    return Summary(
+        knee=knee,
+        slo=_interval(bracket(sweep, meets_limits), SLO_SHARE),
+        complete=complete,
+        measures=measures,
+        scores=[score(hypothesis, measures) for hypothesis in run.hypotheses],
+        usl=fit([(v.concurrency, v.measures.completion_rate) for v in verdicts if v.concurrency is not None]),
+        notes=list(notes),
+    )
+
+
+def knee_of(sweep: Sequence[Verdict]) -> Interval | None:
+    return _interval(bracket(sweep, lambda verdict: verdict.level_class is LevelClass.KEEPS_UP), KEEPS_UP)
+
+
+def _interval(found: Bracket, share: float) -> Interval | None:
+    """From the rate that was surely served (the property promises `share` of it) to the rate that was surely not."""
+    if found.low is None or found.high is None:
+        return None
+    return Interval(low=found.low * share, high=found.high)
+
+
+def measures_of(sweep: Sequence[Verdict], verdicts: Sequence[Verdict], knee: Interval | None) -> dict[str, float]:
+    """What hypotheses can speak of. Names with `at_N` are of N times the knee."""
+    found: dict[str, float] = {}
+    if knee is not None:
+        found |= {"knee_low": knee.low, "knee_high": knee.high, "knee_width": knee.width}
+    if sweep:
+        found["peak_goodput"] = max(verdict.measures.goodput for verdict in sweep)
+        found["peak_token_rate"] = max(verdict.measures.token_rate for verdict in verdicts)
+    keeping = [verdict for verdict in sweep if verdict.level_class is LevelClass.KEEPS_UP]
+    gaps = [v.measures.little_gap for v in keeping if v.measures.little_gap is not None]
+    if gaps:
+        found["little_gap"] = max(gaps)
+    for verdict in sweep:
+        if verdict.multiple is not None:
+            found |= _beyond(verdict, found["peak_goodput"])
+    for verdict in verdicts:
+        found |= _special(verdict)
+    for name in (LevelClass.HUNG, LevelClass.CRASHED):
+        found[f"levels_{name}"] = sum(verdict.level_class is name for verdict in verdicts)
+    return found
+
+
+def _beyond(verdict: Verdict, peak: float) -> dict[str, float]:
+    measures, suffix = verdict.measures, f"_at_{verdict.multiple:g}"
+    found = {f"goodput_share{suffix}": measures.goodput / peak if peak else 0.0}
+    if measures.ttft is not None:
+        found[f"ttft_p99{suffix}"] = measures.ttft.p99.value
+    if measures.refusal is not None:
+        found[f"refusal_p99{suffix}"] = measures.refusal.p99.value
+    found[f"failed{suffix}"] = measures.failed
+    return found
+
+
+def _special(verdict: Verdict) -> dict[str, float]:
+    if verdict.concurrency == 1 and verdict.measures.service_ttft is not None:
+        floor = {"floor_ttft": verdict.measures.service_ttft.p50.value}
+        if verdict.measures.tpot is not None:
+            floor["floor_tpot"] = verdict.measures.tpot.p50.value
+        return floor
+    if verdict.level_class is LevelClass.RECOVERED and verdict.measures.recovery is not None:
+        return {"recovery": verdict.measures.recovery}
+    return {}
+
+
+def score(hypothesis: Hypothesis, measures: Mapping[str, float]) -> Score:
+    measured = measures.get(hypothesis.measure)
+    if measured is None:
+        return Score(hypothesis=hypothesis.id, holds=None, measured=None)
+    holds = {
+        "<=": measured <= hypothesis.bound,
+        ">=": measured >= hypothesis.bound,
+        "==": measured == hypothesis.bound,
+    }[hypothesis.relation]
+    return Score(hypothesis=hypothesis.id, holds=holds, measured=measured)

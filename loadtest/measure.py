@@ -1,0 +1,312 @@
+"""From raw rows to the measures of a group of levels. Only what lies in the levels' windows counts: requests by their
+intended time, rates by when things happened."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from loadtest.records import (
+    Distribution,
+    Level,
+    Limits,
+    Measures,
+    Outcome,
+    Quantile,
+    RequestRow,
+    Slope,
+    TelemetryRow,
+)
+
+BATCHES = 10
+# Student's t, two-sided 95 %, by degrees of freedom (index 0: 1).
+STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
+
+
+def distribution(values: Iterable[float], censored: Iterable[float] = ()) -> Distribution | None:
+    """Censored values are lower bounds: a quantile at or above the least of them that it could be is one, too."""
+    known = [(value, False) for value in values]
+    bounds = [(value, True) for value in censored]
+    merged = sorted(known + bounds)
+    if not merged:
+        return None
+    least_bound = min((value for value, _ in bounds), default=math.inf)
+
+    def quantile(share: float) -> Quantile:
+        value = merged[max(0, math.ceil(share * len(merged)) - 1)][0]
+        return Quantile(value=value, censored=value >= least_bound)
+
+    mean = Quantile(value=sum(value for value, _ in merged) / len(merged), censored=bool(bounds))
+    return Distribution(
+        count=len(merged),
+        censored=len(bounds),
+        mean=mean,
+        p50=quantile(0.50),
+        p90=quantile(0.90),
+        p95=quantile(0.95),
+        p99=quantile(0.99),
+    )
+
+
+def slope(points: Sequence[tuple[float, float]]) -> Slope | None:
+    """Least squares through batches' means (time, value); None below four of them."""
+    count = len(points)
+    if count < 4:
+        return None
+    mean_x = sum(x for x, _ in points) / count
+    mean_y = sum(y for _, y in points) / count
+    spread = sum((x - mean_x) ** 2 for x, _ in points)
+    value = sum((x - mean_x) * (y - mean_y) for x, y in points) / spread
+    rest = sum((y - mean_y - value * (x - mean_x)) ** 2 for x, y in points)
+    half = STUDENT[min(count - 2, len(STUDENT)) - 1] * math.sqrt(rest / (count - 2) / spread)
+    return Slope(value=value, low=value - half, high=value + half)
+
+
+def pooled_slope(slopes: Sequence[Slope | None]) -> Slope | None:
+    """The mean of independent slopes, and the interval of that mean."""
+    known = [found for found in slopes if found is not None]
+    if not known:
+        return None
+    value = sum(found.value for found in known) / len(known)
+    half = math.sqrt(sum(((found.high - found.low) / 2) ** 2 for found in known)) / len(known)
+    return Slope(value=value, low=value - half, high=value + half)
+
+
+def in_flight_integral(rows: Iterable[RequestRow], begin: float, end: float) -> float:
+    """Request-seconds in [begin, end] between intended time and finish."""
+    total = 0.0
+    for row in rows:
+        if row.outcome is not Outcome.CLIENT_CAP and row.finish is not None:
+            total += max(0.0, min(row.finish, end) - max(row.intended, begin))
+    return total
+
+
+class LevelRows:
+    """One level with its rows."""
+
+    def __init__(self, level: Level, rows: Sequence[RequestRow], telemetry: Sequence[TelemetryRow] = ()) -> None:
+        self.level = level
+        self.rows = rows
+        self.telemetry = telemetry
+        self.begin, self.end = level.window_start, level.window_end
+        self.arrived = [row for row in rows if self.begin <= row.intended < self.end]
+        self.ended = [row for row in rows if row.finish is not None and self.begin <= row.finish < self.end]
+
+    @property
+    def seconds(self) -> float:
+        return self.end - self.begin
+
+    def batches(self) -> list[tuple[float, float]]:
+        width = self.seconds / BATCHES
+        return [(self.begin + index * width, self.begin + (index + 1) * width) for index in range(BATCHES)]
+
+    def in_flight(self) -> float:
+        return in_flight_integral(self.rows, self.begin, self.end) / self.seconds
+
+    def in_flight_slope(self) -> Slope | None:
+        return slope(
+            [
+                ((low + high) / 2, in_flight_integral(self.rows, low, high) / (high - low))
+                for low, high in self.batches()
+            ]
+        )
+
+    def ttft_slope(self) -> Slope | None:
+        """Of accepted requests; one that has no token yet counts with the time it has waited."""
+        points = []
+        for low, high in self.batches():
+            waits = [wait for row in self.arrived if low <= row.intended < high and (wait := _wait(row)) is not None]
+            if waits:
+                points.append(((low + high) / 2, sum(waits) / len(waits)))
+        return slope(points)
+
+    def tokens(self) -> int:
+        """Received in the window."""
+        return sum(count for stamp, count in self.stamps() if self.begin <= stamp < self.end)
+
+    def stamps(self) -> list[tuple[float, int]]:
+        """(time, tokens) of every message with tokens."""
+        found = []
+        for row in self.rows:
+            if row.sent is not None:
+                counts = row.chunk_tokens or [1] * len(row.chunk_us)
+                found += [(row.sent + us / 1e6, count) for us, count in zip(row.chunk_us, counts, strict=True)]
+        return found
+
+    def longest_silence(self) -> float:
+        """The longest time in the level without a token or an answer of any kind while something accepted was in
+        flight, by steps of the service's own counter where telemetry has it."""
+        signs = [stamp for stamp, _ in self.stamps()]
+        signs += [at for row in self.rows for at in (row.accepted, row.finish) if at is not None and _answered(row)]
+        signs += _steps(self.telemetry)
+        busy = _union([(row.accepted, row.finish) for row in self.rows if row.accepted is not None])
+        signs.sort()
+        return max((_longest_gap(signs, low, high) for low, high in busy), default=0.0)
+
+    def little(self) -> float | None:
+        """|L - lambda W| / L over requests that ended in the window."""
+        load = self.in_flight()
+        whole = sum(row.finish - row.intended for row in self.ended if row.finish is not None and _sent(row))
+        return abs(load - whole / self.seconds) / load if load > 0 else None
+
+    def drain(self) -> float | None:
+        """Seconds from the end of arrivals until nothing was in flight; None if it was cut off."""
+        if any(row.outcome is Outcome.CENSORED for row in self.rows):
+            return None
+        return max(0.0, max((row.finish - self.end for row in self.rows if row.finish is not None), default=0.0))
+
+
+def measure(parts: Sequence[LevelRows], limits: Limits) -> Measures:
+    """Of levels of one group, pooled: counts and times add up, quantiles are of all rows, slopes are averaged."""
+    seconds = sum(part.seconds for part in parts)
+    arrived = [row for part in parts for row in part.arrived]
+    ended = [row for part in parts for row in part.ended]
+    outcomes = Counter(row.outcome for row in arrived)
+    completions = [row for row in ended if row.outcome is Outcome.COMPLETED]
+    served = [row for row in arrived if row.outcome in (Outcome.COMPLETED, Outcome.CENSORED)]
+    drains = [part.drain() for part in parts]
+    gaps = [part.little() for part in parts]
+    clients = [report for part in parts for report in part.level.clients]
+    lateness = distribution([late for row in arrived if (late := row.lateness) is not None])
+    good = sum(is_good(row, limits) for row in arrived)
+    return Measures(
+        seconds=seconds,
+        arrivals=len(arrived),
+        completed=outcomes[Outcome.COMPLETED],
+        refused=outcomes[Outcome.REFUSED],
+        failed=outcomes[Outcome.FAILED],
+        cancelled=outcomes[Outcome.CANCELLED],
+        censored=outcomes[Outcome.CENSORED],
+        client_cap=outcomes[Outcome.CLIENT_CAP],
+        offered=len(arrived) / seconds,
+        completion_rate=len(completions) / seconds,
+        goodput=good / seconds,
+        token_rate=sum(part.tokens() for part in parts) / seconds,
+        in_flight=sum(part.in_flight() * part.seconds for part in parts) / seconds,
+        in_flight_slope=pooled_slope([part.in_flight_slope() for part in parts]),
+        ttft_slope=pooled_slope([part.ttft_slope() for part in parts]),
+        little_gap=max((gap for gap in gaps if gap is not None), default=None),
+        ttft=_times(served, lambda row: row.ttft, lambda row: row.intended),
+        service_ttft=_times(served, lambda row: row.service_ttft, lambda row: row.sent),
+        tpot=distribution([tpot for row in served if (tpot := row.tpot) is not None]),
+        itl=distribution([gap for row in served for gap in row.gaps()]),
+        e2e=distribution(
+            [row.e2e for row in served if row.outcome is Outcome.COMPLETED and row.e2e is not None],
+            [row.e2e for row in served if row.outcome is Outcome.CENSORED and row.e2e is not None],
+        ),
+        refusal=distribution(
+            [
+                row.finish - row.sent
+                for row in arrived
+                if row.outcome is Outcome.REFUSED and row.finish is not None and row.sent is not None
+            ]
+        ),
+        lateness_p99=lateness.p99.value if lateness else 0.0,
+        lag_p99=max((report.lag_p99 for report in clients), default=0.0),
+        client_cpu=max((report.cpu for report in clients), default=0.0),
+        preemptions=sum(_growth(part, "preemptions_total") for part in parts) / seconds,
+        cached_share=_cached_share(arrived),
+        drain=None if None in drains else max((drain for drain in drains if drain is not None), default=None),
+        recovery=max((part.level.recovery for part in parts if part.level.recovery is not None), default=None),
+        longest_silence=max((part.longest_silence() for part in parts), default=0.0),
+        reasons=dict(Counter(_reason(row) for row in arrived if row.outcome is not Outcome.COMPLETED)),
+    )
+
+
+def is_good(row: RequestRow, limits: Limits) -> bool:
+    """Completed with every limit kept."""
+    ttft, tpot = row.ttft, row.tpot
+    return (
+        row.outcome is Outcome.COMPLETED
+        and ttft is not None
+        and ttft <= limits.ttft
+        and (tpot is None or tpot <= limits.tpot)
+    )
+
+
+def by_level(rows: Iterable[RequestRow]) -> Mapping[int, list[RequestRow]]:
+    found: defaultdict[int, list[RequestRow]] = defaultdict(list)
+    for row in rows:
+        found[row.level].append(row)
+    return found
+
+
+def _times(
+    rows: Iterable[RequestRow],
+    time: Callable[[RequestRow], float | None],
+    origin: Callable[[RequestRow], float | None],
+) -> Distribution | None:
+    """Those without a first token yet count as lower bounds, from their origin to when the client stopped looking."""
+    known, bounds = [], []
+    for row in rows:
+        value, begin = time(row), origin(row)
+        if value is not None:
+            known.append(value)
+        elif row.outcome is Outcome.CENSORED and row.finish is not None and begin is not None:
+            bounds.append(row.finish - begin)
+    return distribution(known, bounds)
+
+
+def _wait(row: RequestRow) -> float | None:
+    if row.outcome in (Outcome.REFUSED, Outcome.CLIENT_CAP, Outcome.FAILED):
+        return None
+    if row.ttft is not None:
+        return row.ttft
+    return row.e2e
+
+
+def _sent(row: RequestRow) -> bool:
+    return row.outcome is not Outcome.CLIENT_CAP
+
+
+def _answered(row: RequestRow) -> bool:
+    """Its end came from the service."""
+    return row.outcome not in (Outcome.CENSORED, Outcome.CANCELLED, Outcome.CLIENT_CAP)
+
+
+def _steps(telemetry: Sequence[TelemetryRow]) -> list[float]:
+    """Times at which the service's step counter was seen to have moved."""
+    found, last = [], None
+    for row in telemetry:
+        steps = row.metrics.get("steps_total")
+        if steps is not None and last is not None and steps > last:
+            found.append(row.at)
+        last = steps if steps is not None else last
+    return found
+
+
+def _union(spans: Iterable[tuple[float | None, float | None]]) -> list[tuple[float, float]]:
+    merged: list[tuple[float, float]] = []
+    for low, high in sorted((low, high) for low, high in spans if low is not None and high is not None):
+        if merged and low <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(high, merged[-1][1]))
+        else:
+            merged.append((low, high))
+    return merged
+
+
+def _longest_gap(signs: Sequence[float], low: float, high: float) -> float:
+    """signs: ascending. The longest stretch of [low, high] without one."""
+    longest, last = 0.0, low
+    for sign in signs:
+        if low < sign < high:
+            longest = max(longest, sign - last)
+            last = sign
+    return max(longest, high - last)
+
+
+def _growth(part: LevelRows, metric: str) -> float:
+    """Of a counter, over the window."""
+    seen = [row.metrics[metric] for row in part.telemetry if part.begin <= row.at < part.end and metric in row.metrics]
+    return seen[-1] - seen[0] if seen else 0.0
+
+
+def _cached_share(rows: Sequence[RequestRow]) -> float | None:
+    done = [row for row in rows if row.outcome is Outcome.COMPLETED]
+    prompt = sum(row.prompt_tokens for row in done)
+    return sum(row.cached_prompt_tokens for row in done) / prompt if prompt else None
+
+
+def _reason(row: RequestRow) -> str:
+    return row.reason or row.code or row.cause or str(row.outcome)

@@ -1,0 +1,189 @@
+"""Servers of known behaviour in simulated time, as drivers of a search: hours of load in a second."""
+
+from __future__ import annotations
+
+import heapq
+import random
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from loadtest.arrivals import flat, times
+from loadtest.measure import LevelRows
+from loadtest.plan import LevelPlan
+from loadtest.records import Arrival, ClientReport, Level, Outcome, Phase, RequestRow, TelemetryRow
+
+GAP = 1.0  # seconds between levels
+QUIET = ClientReport(client=0, cpu=0.1, lag_p50=0.0001, lag_p99=0.001, lag_max=0.002)
+
+
+@dataclass
+class Job:
+    index: int
+    intended: float
+    tokens: int
+    left: int
+    stamps: list[float] = field(default_factory=list)
+    admitted: float | None = None
+
+
+@dataclass
+class SteppingServer:
+    """Continuous batching: a step takes `base + each * n` seconds and gives each of n running requests a token.
+    Beyond `seats` they queue; beyond `queue` waiting ones they are refused. Capacity is known in closed form."""
+
+    base: float = 0.010
+    each: float = 0.001
+    seats: int = 16
+    queue: int = 1_000_000
+    tokens: tuple[int, int] = (8, 24)  # equally likely, both ends included
+    next_level: int = 0
+    now: float = 0.0
+    schedules: dict[int, list[Arrival]] = field(default_factory=dict)
+
+    @property
+    def capacity(self) -> float:
+        """Requests/s with every seat taken."""
+        return self.seats / (self.base + self.each * self.seats) / (sum(self.tokens) / 2)
+
+    async def run(self, plan: LevelPlan) -> LevelRows:
+        generator = random.Random(plan.seed)
+        start = self.now
+        window_start, window_end = start + plan.warm_up, start + plan.seconds
+        if plan.rate is None:
+            rows, telemetry, end = self._serve(generator, plan, start, [start] * (plan.concurrency or 1), closed=True)
+        else:
+            warm = times(flat(plan.rate, plan.warm_up), plan.process, generator)
+            window = times(flat(plan.rate, plan.window), plan.process, generator)
+            arrivals = [start + at for at in warm] + [window_start + at for at in window]
+            rows, telemetry, end = self._serve(generator, plan, start, arrivals, closed=False)
+        level = Level(
+            index=self.next_level,
+            phase=plan.phase,
+            group=plan.group,
+            process=plan.process,
+            start=start,
+            window_start=window_start,
+            window_end=window_end,
+            end=end,
+            rate=plan.rate,
+            concurrency=plan.concurrency,
+            repeat=plan.repeat,
+            multiple=plan.multiple,
+            seed=plan.seed,
+            recovery=end - window_end + self.base + self.each if plan.phase is Phase.RECOVERY else None,
+            clients=[QUIET],
+        )
+        self.schedules[level.index] = [Arrival(at=row.intended - start, kind="chat", seed=row.index) for row in rows]
+        self.next_level += 1
+        self.now = end + GAP
+        return LevelRows(level, rows, telemetry)
+
+    def _serve(
+        self, generator: random.Random, plan: LevelPlan, start: float, arrivals: list[float], *, closed: bool
+    ) -> tuple[list[RequestRow], list[TelemetryRow], float]:
+        stop, cut = start + plan.seconds, start + plan.seconds + plan.drain_limit
+        coming = deque(self._job(generator, index, at) for index, at in enumerate(arrivals))
+        waiting: deque[Job] = deque()
+        running: list[Job] = []
+        rows: list[RequestRow] = []
+        telemetry: list[TelemetryRow] = []
+        now, steps, issued, generated, refused = start, 0, len(arrivals), 0, 0
+        while now < cut and (coming or waiting or running):
+            while coming and coming[0].intended <= now:
+                job = coming.popleft()
+                if len(waiting) >= self.queue:
+                    rows.append(self._refused(job))
+                    refused += 1
+                else:
+                    waiting.append(job)
+            while waiting and len(running) < self.seats:
+                job = waiting.popleft()
+                job.admitted = now
+                running.append(job)
+            if not running:
+                now = min(cut, coming[0].intended)
+                continue
+            now += self.base + self.each * len(running)
+            steps += 1
+            generated += len(running)
+            for job in running:
+                job.stamps.append(now)
+            for job in [job for job in running if len(job.stamps) == job.tokens]:
+                running.remove(job)
+                rows.append(self._row(job, Outcome.COMPLETED, now))
+                if closed and now < stop:
+                    coming.append(self._job(generator, issued, now))
+                    issued += 1
+            if not telemetry or now - telemetry[-1].at >= 1.0:
+                telemetry.append(self._telemetry(now, steps, len(running), len(waiting), generated, refused))
+        rows += [self._row(job, Outcome.CENSORED, now) for job in (*running, *waiting)]
+        rows = [_with_level(row, self.next_level) for row in sorted(rows, key=lambda row: row.index)]
+        return rows, telemetry, now
+
+    def _telemetry(
+        self, now: float, steps: int, running: int, waiting: int, generated: int, refused: int
+    ) -> TelemetryRow:
+        metrics = {
+            "steps_total": float(steps),
+            "requests_running": float(running),
+            "requests_waiting": float(waiting),
+            "generated_tokens_total": float(generated),
+            "preemptions_total": 0.0,
+            "kv_utilization": running / self.seats,
+            'requests_ended_total{outcome="QUEUE_FULL"}': float(refused),
+        }
+        return TelemetryRow(
+            at=now, level=self.next_level, metrics=metrics, server_cpu=0.9, server_pss=1 << 30, healthy=True
+        )
+
+    def _job(self, generator: random.Random, index: int, intended: float) -> Job:
+        tokens = generator.randint(*self.tokens)
+        return Job(index, intended, tokens, tokens)
+
+    def _refused(self, job: Job) -> RequestRow:
+        return RequestRow(
+            level=0,
+            index=job.index,
+            kind="chat",
+            outcome=Outcome.REFUSED,
+            intended=job.intended,
+            sent=job.intended,
+            finish=job.intended + 0.002,
+            code="RESOURCE_EXHAUSTED",
+            reason="QUEUE_FULL",
+        )
+
+    def _row(self, job: Job, outcome: Outcome, finish: float) -> RequestRow:
+        return RequestRow(
+            level=0,
+            index=job.index,
+            kind="chat",
+            outcome=outcome,
+            intended=job.intended,
+            sent=job.intended,
+            accepted=job.intended,
+            first=job.stamps[0] if job.stamps else None,
+            finish=finish,
+            chunk_us=[round((stamp - job.intended) * 1e6) for stamp in job.stamps],
+            prompt_tokens=32,
+            asked_tokens=job.tokens,
+            completion_tokens=job.tokens if outcome is Outcome.COMPLETED else None,
+            code="OK" if outcome is Outcome.COMPLETED else "",
+        )
+
+
+def _with_level(row: RequestRow, level: int) -> RequestRow:
+    return RequestRow(**{**{name: getattr(row, name) for name in row.__struct_fields__}, "level": level})
+
+
+def queue_waits(arrivals: list[float], servers: int, service: Callable[[], float]) -> list[tuple[float, float]]:
+    """(begin of service, end) of each arrival at a first-come-first-served queue with so many servers."""
+    free = [0.0] * servers
+    found = []
+    for at in arrivals:
+        begin = max(at, heapq.heappop(free))
+        end = begin + service()
+        heapq.heappush(free, end)
+        found.append((begin, end))
+    return found
