@@ -24,10 +24,10 @@ from tests.bench.shapes import write_shape
 
 Figures = dict[str, float]
 
-DECODE_BATCHES = (1, 2, 4, 8, 16, 32, 64)
+DECODE_BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 CONTEXT = 2048
 STEPS = 60
-BUSY_BATCHES = (1, 64)
+BUSY_BATCHES = (1, 64, 256)
 
 
 @dataclass(frozen=True)
@@ -82,10 +82,10 @@ def measure(name: str, ceilings: Ceilings) -> Figures:
                 model=str(write_shape(Path(folder), name)),
                 load_format=LoadFormat.DUMMY,
                 device=Device.CUDA,
-                max_num_seqs=64,
+                max_num_seqs=max(DECODE_BATCHES),
                 max_model_len=4096,
                 max_num_batched_tokens=8192,
-                kv_cache_tokens=64 * (CONTEXT + 256),
+                kv_cache_tokens=max(DECODE_BATCHES) * (CONTEXT + 256),
             )
         )
     figures: Figures = {}
