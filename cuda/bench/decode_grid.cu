@@ -5,7 +5,8 @@
 //   ./decode_grid 12 2 128 64x2048 ...      query heads, KV heads, head_dim, then batch x context or batch r longest
 //
 // Layers follow each other in one graph with programmatic launches, over block tables that are random permutations; no
-// layer finds its KV in the L2. Prints us a layer for each size of cluster, and what decode_grid picks.
+// layer finds its KV in the L2. Prints us a layer for each size of cluster, for more single blocks than run at once, and
+// what decode_grid picks.
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -188,6 +189,10 @@ void sweep(const Bench& bench, const std::string& cell, size_t pool_bytes) {
       }
     }
     std::printf(" | %d: %6.2f, %6.2f at %d", cluster, bench.time(batch, grid, 0), best, best_tokens);
+  }
+  for (const int times : {2, 3, 4, 6}) {
+    const int blocks = times * resident(bench.heads, 1) / bench.heads.kv * bench.heads.kv;
+    std::printf(" | %d x single: %6.2f", times, bench.time(batch, {bench.heads.dim == 64 ? 4 : 8, 1, blocks}, 0));
   }
   std::printf("\n");
   std::fflush(stdout);
