@@ -164,7 +164,7 @@ def measure(parts: Sequence[LevelRows], limits: Limits) -> Measures:
     ended = [row for part in parts for row in part.ended]
     outcomes = Counter(row.outcome for row in arrived)
     completions = [row for row in ended if row.outcome is Outcome.COMPLETED]
-    served = [row for row in arrived if row.outcome in (Outcome.COMPLETED, Outcome.CENSORED)]
+    accepted = served(arrived)
     drains = [part.drain() for part in parts]
     gaps = [part.little() for part in parts]
     clients = [report for part in parts for report in part.level.clients]
@@ -187,13 +187,13 @@ def measure(parts: Sequence[LevelRows], limits: Limits) -> Measures:
         in_flight_slope=pooled_slope([part.in_flight_slope() for part in parts]),
         ttft_slope=pooled_slope([part.ttft_slope() for part in parts]),
         little_gap=max((gap for gap in gaps if gap is not None), default=None),
-        ttft=_times(served, lambda row: row.ttft, lambda row: row.intended),
-        service_ttft=_times(served, lambda row: row.service_ttft, lambda row: row.sent),
-        tpot=distribution([tpot for row in served if (tpot := row.tpot) is not None]),
-        itl=distribution([gap for row in served for gap in row.gaps()]),
+        ttft=_times(accepted, lambda row: row.ttft, lambda row: row.intended),
+        service_ttft=_times(accepted, lambda row: row.service_ttft, lambda row: row.sent),
+        tpot=distribution([tpot for row in accepted if (tpot := row.tpot) is not None]),
+        itl=distribution([gap for row in accepted for gap in row.gaps()]),
         e2e=distribution(
-            [row.e2e for row in served if row.outcome is Outcome.COMPLETED and row.e2e is not None],
-            [row.e2e for row in served if row.outcome is Outcome.CENSORED and row.e2e is not None],
+            [row.e2e for row in accepted if row.outcome is Outcome.COMPLETED and row.e2e is not None],
+            [row.e2e for row in accepted if row.outcome is Outcome.CENSORED and row.e2e is not None],
         ),
         refusal=distribution(
             [
@@ -210,7 +210,7 @@ def measure(parts: Sequence[LevelRows], limits: Limits) -> Measures:
         drain=None if None in drains else max((drain for drain in drains if drain is not None), default=None),
         recovery=max((part.level.recovery for part in parts if part.level.recovery is not None), default=None),
         longest_silence=max((part.longest_silence() for part in parts), default=0.0),
-        reasons=dict(Counter(_reason(row) for row in arrived if row.outcome is not Outcome.COMPLETED)),
+        reasons=dict(Counter(reason_of(row) for row in arrived if row.outcome is not Outcome.COMPLETED)),
     )
 
 
@@ -223,6 +223,11 @@ def is_good(row: RequestRow, limits: Limits) -> bool:
         and ttft <= limits.ttft
         and (tpot is None or tpot <= limits.tpot)
     )
+
+
+def served(rows: Iterable[RequestRow]) -> list[RequestRow]:
+    """Those whose latencies count: completed ones, and as lower bounds those that were cut off."""
+    return [row for row in rows if row.outcome in (Outcome.COMPLETED, Outcome.CENSORED)]
 
 
 def by_level(rows: Iterable[RequestRow]) -> Mapping[int, list[RequestRow]]:
@@ -308,5 +313,6 @@ def _cached_share(rows: Sequence[RequestRow]) -> float | None:
     return sum(row.cached_prompt_tokens for row in done) / prompt if prompt else None
 
 
-def _reason(row: RequestRow) -> str:
+def reason_of(row: RequestRow) -> str:
+    """Why it did not complete, as short as can be."""
     return row.reason or row.code or row.cause or str(row.outcome)
