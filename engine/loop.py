@@ -23,6 +23,12 @@ class Runner(Protocol):
 
     lookahead: bool
 
+    @property
+    def moved(self) -> int | None:
+        """The newest step whose sequences have all been copied in from host memory, and those of every step before;
+        None where a step's copies are made before it computes."""
+        ...
+
     def launch(self, plan: StepPlan) -> PendingStep: ...
 
 
@@ -54,7 +60,7 @@ class StepLoop:
         now = time.monotonic()
         if self._in_flight is None:
             self._committed_at = now
-        plan = self.scheduler.plan(now)
+        plan = self.scheduler.plan(now, self.runner.moved)
         launched = (plan, self.runner.launch(plan)) if plan is not None else None
         if self.runner.lookahead:
             finished, self._in_flight = self._in_flight, launched

@@ -195,6 +195,27 @@ def test_non_finite_logits_fail_their_request_alone(tiny: Path, monkeypatch: pyt
     shared.scheduler.check_idle()
 
 
+def test_whoever_reads_a_freed_block_is_caught_in_checked_mode(tiny: Path) -> None:
+    """A block released behind its owner's back: the next step fills it with NaN, and its owner's logits show that."""
+
+    def failures(kind: AllocatorKind) -> dict[int, str]:
+        shared = engine(tiny, allocator=kind, enable_prefix_caching=False)
+        shared.submit(request("a", [5, 6, 7, 8, 9], 10))
+        shared.submit(request("b", [5, 6, 7, 8, 9], 10))
+        for _ in range(3):
+            shared.step()
+        tables = shared.scheduler.tables
+        tables.allocator.release([int(tables.rows[0, 0])])
+        plan = shared.scheduler.plan(0.0)
+        assert plan is not None
+        return shared.loop.runner.launch(plan).wait().failures
+
+    assert failures(AllocatorKind.NATIVE) == {}
+    caught = failures(AllocatorKind.CHECKED)
+    assert list(caught) == [0]
+    assert "non-finite" in caught[0]
+
+
 def test_pool_is_claimed_at_start_and_context_limited_by_it(tiny: Path) -> None:
     small = engine(tiny, kv_cache_tokens=16)
     assert small.info.kv_cache_tokens == 16

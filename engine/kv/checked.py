@@ -9,6 +9,7 @@ import numpy as np
 
 from engine.errors import OutOfBlocksError
 from engine.kv.allocator import BlockAllocator, Int32Array
+from engine.kv.oracle import OracleBlockAllocator
 
 Result = TypeVar("Result")
 
@@ -18,11 +19,13 @@ class AllocatorMismatchError(RuntimeError):
 
 
 class CheckedBlockAllocator:
-    """Answers with `subject`'s results, having compared them with `oracle`'s. Both start in the same state."""
+    """Answers with `subject`'s results, having compared them with `oracle`'s. Both start in the same state. Notes which
+    blocks lose their last owner, so that their contents can be made unusable."""
 
-    def __init__(self, subject: BlockAllocator, oracle: BlockAllocator) -> None:
+    def __init__(self, subject: BlockAllocator, oracle: OracleBlockAllocator) -> None:
         self._subject = subject
         self._oracle = oracle
+        self._freed: list[int] = []
         self._compare_counts("start")
 
     @property
@@ -41,14 +44,23 @@ class CheckedBlockAllocator:
     def num_live(self) -> int:
         return self._subject.num_live
 
+    def take_freed(self) -> list[int]:
+        """Blocks that were live or cached at the last call and have since been free, each once, whoever owns them now:
+        one handed out by evicting it counts too."""
+        freed, self._freed = self._freed, []
+        return list(dict.fromkeys(freed))
+
     def allocate(self, count: int) -> list[int]:
-        return self._both(f"allocate({count})", lambda allocator: allocator.allocate(count))
+        blocks = self._both(f"allocate({count})", lambda allocator: allocator.allocate(count))
+        self._freed += blocks
+        return blocks
 
     def retain(self, blocks: Sequence[int]) -> None:
         self._both(f"retain({blocks})", lambda allocator: allocator.retain(blocks))
 
     def release(self, blocks: Sequence[int]) -> None:
         self._both(f"release({blocks})", lambda allocator: allocator.release(blocks))
+        self._note_free(blocks)
 
     def ref_count(self, block: int) -> int:
         return self._both(f"ref_count({block})", lambda allocator: allocator.ref_count(block))
@@ -60,26 +72,35 @@ class CheckedBlockAllocator:
         return self._both(f"find({key})", lambda allocator: allocator.find(key))
 
     def grow_tables(self, tables: Int32Array, lengths: Int32Array, rows: Int32Array, wanted: Int32Array) -> int:
-        return self._both_on_tables(
+        before = lengths.copy()
+        served = self._both_on_tables(
             f"grow_tables({rows.tolist()}, {wanted.tolist()})",
             lambda allocator, ids, sizes: allocator.grow_tables(ids, sizes, rows, wanted),
             tables,
             lengths,
         )
+        for row in set(rows.tolist()):
+            self._freed += tables[row, before[row] : lengths[row]].tolist()
+        return served
 
     def release_row(self, tables: Int32Array, lengths: Int32Array, row: int) -> None:
+        blocks = tables[row, : lengths[row]].tolist() if 0 <= row < len(tables) else []
         self._both_on_tables(
             f"release_row({row})",
             lambda allocator, ids, sizes: allocator.release_row(ids, sizes, row),
             tables,
             lengths,
         )
+        self._note_free(blocks)
 
     def reset(self) -> None:
         self._both("reset()", lambda allocator: allocator.reset())
 
     def check(self) -> None:
         self._both("check()", lambda allocator: allocator.check())
+
+    def _note_free(self, blocks: Sequence[int]) -> None:
+        self._freed += [block for block in blocks if self._oracle.is_free(block)]
 
     def _both_on_tables(
         self,

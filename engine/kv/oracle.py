@@ -52,7 +52,7 @@ class OracleBlockAllocator:
 
     def retain(self, blocks: Sequence[int]) -> None:
         for block in blocks:
-            if self.ref_count(block) == 0 and block not in self._cached:
+            if self.is_free(block):
                 raise ValueError(f"block {block} is free")
         for block in blocks:
             self._cached.pop(block, None)
@@ -70,6 +70,10 @@ class OracleBlockAllocator:
     def ref_count(self, block: int) -> int:
         self._check_exists(block)
         return self._ref_counts.get(block, 0)
+
+    def is_free(self, block: int) -> bool:
+        """Whether nobody holds the block and no key finds it."""
+        return self.ref_count(block) == 0 and block not in self._cached
 
     def publish(self, block: int, key: int) -> int:
         if self.ref_count(block) == 0:

@@ -137,9 +137,13 @@ class CudaRunner:
 
     # -- steps -------------------------------------------------------------------------------------------------------
 
+    @property
+    def moved(self) -> int:
+        return self._mover.moved
+
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> FinishedStep | DeviceStep:
-        self._mover.apply(plan.moves)
+        self._mover.apply(plan, self._tables)
         if not plan.scheduled:
             return FinishedStep(StepOutcome([], []))
         decode_only = all(entry.count == 1 and entry.samples for entry in plan.scheduled)

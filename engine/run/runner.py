@@ -33,6 +33,7 @@ class EagerRunner:
     """The CPU's runner."""
 
     lookahead = False
+    moved = None
 
     def __init__(
         self, decoder: Decoder, kv_pool: torch.Tensor, tables: BlockTables, vocab_size: int, mover: BlockMover
@@ -46,7 +47,7 @@ class EagerRunner:
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> FinishedStep:
-        self._mover.apply(plan.moves)
+        self._mover.apply(plan, self._tables)
         if not plan.scheduled:
             return FinishedStep(StepOutcome([], []))
         step = upload(prefill_arrays(plan, self._tables), self._staging, self._kv_pool)

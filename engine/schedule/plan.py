@@ -26,13 +26,16 @@ class ScheduledSequence(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True)
 class BlockMoves:
-    """Copies of whole blocks that a step makes before it computes, in this order: `out` (device block, host block),
+    """Copies of whole blocks, as if made before the step computes and in this order: `out` (device block, host block),
     `back` (host block, device block), `copies` (device block, device block). A block that is a destination here may
-    have been a source or another sequence's a moment ago, so the order is part of the plan."""
+    have been a source or another sequence's a moment ago, so the order is part of the plan. `freed`: blocks that nobody
+    owns since the last plan, by a checking allocator: they are filled with NaN behind `out`, so that whoever still
+    reads them shows."""
 
     out: Pairs = field(default_factory=list)
     back: Pairs = field(default_factory=list)
     copies: Pairs = field(default_factory=list)
+    freed: list[int] = field(default_factory=list)
 
     def __bool__(self) -> bool:
         return bool(self.out or self.back or self.copies)

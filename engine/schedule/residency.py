@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from engine.errors import EngineError
 from engine.kv.block_table import BlockTables
+from engine.kv.checked import CheckedBlockAllocator
 from engine.kv.prefix_index import Chain, PrefixIndex
 from engine.kv.swap import SwapSpace
 from engine.schedule.plan import BlockMoves, ScheduledSequence
@@ -41,6 +42,7 @@ class Residency:
         self.swap = swap
         self.cost = cost or PreemptionCost()
         self._prefix_index = prefix_index
+        self._checked = tables.allocator if isinstance(tables.allocator, CheckedBlockAllocator) else None
         self._moves = BlockMoves()
         self._sources: list[int] = []
 
@@ -56,6 +58,11 @@ class Residency:
         """The moves, whose sources were kept from being handed out again while the plan was made."""
         self.tables.allocator.release(self._sources)
         return self._moves
+
+    def take_freed(self, moves: BlockMoves) -> None:
+        """Adds what nobody owns any more, if the allocator keeps account of it."""
+        if self._checked is not None:
+            moves.freed = self._checked.take_freed()
 
     # -- getting in
     # ------------------------------------------------------------------------------------------------------

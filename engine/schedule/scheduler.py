@@ -77,6 +77,7 @@ class Scheduler:
         self._scoring: set[str] = set()  # those that want log probabilities of their prompts
         self._waiting: list[Sequence] = []
         self._running: list[Sequence] = []
+        self._arriving: list[Sequence] = []
         self._events: list[Event] = []
         self._arrivals = 0
         self._steps = 0
@@ -168,18 +169,27 @@ class Scheduler:
 
     # -- steps ---------------------------------------------------------------------------------------------------------
 
-    def plan(self, now: float) -> StepPlan | None:
-        """The next step, or None if nothing can run now. Marks its tokens as computed and its samples as pending."""
+    def plan(self, now: float, moved: int | None = None) -> StepPlan | None:
+        """The next step, or None if nothing can run now. Marks its tokens as computed and its samples as pending.
+
+        moved: the newest step whose sequences have all been copied in from host memory; a sequence on its way joins
+        once it is there, unless nothing else can run meanwhile. None: they are there as soon as planned."""
         self._expire(now)
         self.residency.begin_plan()
+        if self._arriving:
+            self._land(moved)
         decodes, chunks, preempted = self._schedule_running()
         if not preempted and self._waiting:
             budget = self.limits.max_batched_tokens - len(decodes) - sum(entry.count for entry in chunks)
-            for entry in self._admit(budget, now):
+            for entry in self._admit(budget, now, overlap=moved is not None):
                 (chunks if entry.count > 1 else decodes).append(entry)
+        if self._arriving and not decodes and not chunks:
+            self._land(None)
+            decodes, chunks, _ = self._schedule_running()
         moves = self.residency.end_plan()
         if not decodes and not chunks and not moves:
             return None
+        self.residency.take_freed(moves)
         for entry in decodes:
             sequence = entry.sequence
             sequence.num_computed = entry.start + 1
@@ -238,7 +248,7 @@ class Scheduler:
 
     @property
     def num_running_requests(self) -> int:
-        return len({sequence.group.order for sequence in self._running})
+        return len({sequence.group.order for sequence in self._running + self._arriving})
 
     @property
     def num_queued_requests(self) -> int:
@@ -250,7 +260,7 @@ class Scheduler:
 
     def check_idle(self) -> None:
         """Raises EngineError unless there is no work and nothing is held for any."""
-        if self.has_work or self._waiting or self._running:
+        if self.has_work or self._waiting or self._running or self._arriving:
             raise EngineError("check_idle with live requests")
         self.residency.check_idle()
         if self._queued_prompt_tokens:
@@ -328,8 +338,25 @@ class Scheduler:
             decodes, chunks = self._wanted()
             if self.residency.grow(decodes + chunks if chunks else decodes):
                 return decodes, chunks, preempted
-            self._preempt(self._running[-1])
+            self._preempt(self._last())
             preempted = True
+
+    def _last(self) -> Sequence:
+        """Of those that hold blocks, the last in the policy's order."""
+        if not self._arriving:
+            return self._running[-1]
+        return max(self._running[-1:] + self._arriving, key=self._policy.key)
+
+    def _land(self, moved: int | None) -> None:
+        """Lets those run that have been copied in; None: all of them."""
+        landed = [sequence for sequence in self._arriving if moved is None or sequence.arrival_step <= moved]
+        for sequence in landed:
+            self._arriving.remove(sequence)
+            self._run(sequence)
+
+    def _run(self, sequence: Sequence) -> None:
+        sequence.phase = Phase.RUNNING
+        bisect.insort(self._running, sequence, key=self._policy.key)
 
     def _wanted(self) -> tuple[list[ScheduledSequence], list[ScheduledSequence]]:
         budget = self.limits.max_batched_tokens
@@ -357,32 +384,38 @@ class Scheduler:
 
     def _preempt(self, sequence: Sequence) -> None:
         """Gives back slot and blocks; the tokens stay, and its turn comes again before any later sequence's."""
-        self._running.remove(sequence)
+        (self._arriving if sequence.phase is Phase.ARRIVING else self._running).remove(sequence)
         self.counters.swaps += self.residency.preempt(sequence)
         sequence.preemptions += 1
         sequence.phase = Phase.WAITING
         self.counters.preemptions += 1
         self._enqueue(sequence)
 
-    def _admit(self, budget: int, now: float) -> list[ScheduledSequence]:
+    def _admit(self, budget: int, now: float, *, overlap: bool) -> list[ScheduledSequence]:
         """Waiting sequences in order while budget, slots and blocks last. Behind one that finds no blocks, a few
-        smaller ones may go first, a bounded number of times; nobody overtakes a preempted one."""
+        smaller ones may go first, a bounded number of times; nobody overtakes a preempted one. overlap: those from host
+        memory are only on their way."""
         entries: list[ScheduledSequence] = []
         blocked: Sequence | None = None
         window = _SKIP_WINDOW
         demand = self._demand()
         for sequence in self._waiting[: _SKIP_WINDOW + self.limits.max_num_seqs]:
-            if budget <= 0 or window <= 0 or len(self._running) >= self.limits.max_batched_tokens:
+            if budget <= 0 or window <= 0 or len(self._running) + len(self._arriving) >= self.limits.max_batched_tokens:
                 break
             if sequence.num_pending or self._waits_for_sibling(sequence):
                 continue
-            alone = not self._running
+            alone = not self._running and not self._arriving
+            swapped = bool(sequence.swapped_blocks)
             fits = alone or demand is None or demand.fits(sequence)
             if fits and self.residency.claim(sequence, alone=alone, watermark=self.limits.watermark_blocks):
                 if demand is not None:
                     demand.add(sequence)
-                entries.append(self._start(sequence, budget, now))
-                budget -= entries[-1].count
+                self._dequeue(sequence)
+                if swapped and overlap:
+                    self._expect(sequence)
+                else:
+                    entries.append(self._start(sequence, budget, now))
+                    budget -= entries[-1].count
                 if blocked is not None:
                     blocked.skips += 1
             elif blocked is None:
@@ -397,7 +430,7 @@ class Scheduler:
         tables = self.tables
         total, live = tables.allocator.num_blocks, tables.allocator.num_live
         demand = Demand(self.forecast, total * tables.block_size, tables.block_size, live * tables.block_size)
-        for sequence in self._running:
+        for sequence in self._running + self._arriving:
             demand.add(sequence)
         return demand
 
@@ -412,11 +445,14 @@ class Scheduler:
             and not first.preemptions
         )
 
+    def _expect(self, sequence: Sequence) -> None:
+        sequence.phase = Phase.ARRIVING
+        sequence.arrival_step = self._steps + 1
+        self._arriving.append(sequence)
+
     def _start(self, sequence: Sequence, budget: int, now: float) -> ScheduledSequence:
         group = sequence.group
-        self._dequeue(sequence)
-        sequence.phase = Phase.RUNNING
-        bisect.insort(self._running, sequence, key=self._policy.key)
+        self._run(sequence)
         if group.first_scheduled is None:
             group.first_scheduled = now
             group.cached_prompt_tokens = min(sequence.num_computed, sequence.num_prompt)
@@ -453,10 +489,13 @@ class Scheduler:
         return CandidateFinish(FinishReason.MAX_TOKENS if by_request else FinishReason.CONTEXT_LIMIT)
 
     def _end(self, sequence: Sequence, finish: CandidateFinish) -> None:
-        if sequence.phase is Phase.RUNNING:
-            self._running.remove(sequence)
-        elif sequence.phase is Phase.WAITING:
-            self._dequeue(sequence)
+        match sequence.phase:
+            case Phase.RUNNING:
+                self._running.remove(sequence)
+            case Phase.ARRIVING:
+                self._arriving.remove(sequence)
+            case Phase.WAITING:
+                self._dequeue(sequence)
         self.residency.release(sequence)
         sequence.phase = Phase.FINISHED
         sequence.finish = finish

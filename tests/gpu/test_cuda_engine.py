@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.config import AllocatorKind, Device, EngineConfig
+from engine.config import AllocatorKind, Device, EngineConfig, PreemptionMode
 from engine.engine import Engine, GenerationResult
 from engine.errors import ConfigurationError
 from engine.model.source import resolve
-from engine.run.cuda_runner import CudaRunner
+from engine.run.cuda_runner import CudaRunner, decode_buckets
 from engine.text.tokenizer import Tokenizer
 from engine.types import FinishReason, GenerationRequest, Grammar, GrammarKind, SamplingParameters, StopCriteria
 from tests.model.tiny import byte_level_tokenizer, write_tiny_model
@@ -107,12 +107,54 @@ def test_batched_equals_alone(tiny: Path) -> None:
     compare(together, [alone.generate([item])[0] for item in requests(16, 3, top=5)], least=0.8)
 
 
-def test_preempted_equals_undisturbed(tiny: Path) -> None:
-    small = engine(tiny, kv_cache_tokens=512, allocator=AllocatorKind.CHECKED, max_num_batched_tokens=64)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"swap_space_gib": 0.0},
+        {"swap_space_gib": 0.25, "preemption_mode": PreemptionMode.SWAP},
+        {"swap_space_gib": 0.25, "preemption_mode": PreemptionMode.SWAP, "enable_prefix_caching": False},
+        {"swap_space_gib": 0.0005, "preemption_mode": PreemptionMode.SWAP},
+    ],
+)
+def test_preempted_equals_undisturbed(tiny: Path, options: dict[str, object]) -> None:
+    """By recomputing, by swapping, and by swapping with a host pool that is soon full; freed blocks are NaN."""
+    small = engine(tiny, kv_cache_tokens=512, allocator=AllocatorKind.CHECKED, max_num_batched_tokens=64, **options)
     results = small.generate(requests(24, 4))
     assert small.stats.preemptions > 0
+    assert (small.scheduler.counters.swaps > 0) == bool(options["swap_space_gib"])
     small.scheduler.check_idle()
     compare(results, engine(tiny).generate(requests(24, 4, top=5)))
+
+
+def test_padded_rows_of_a_graph_touch_nothing(tiny: Path) -> None:
+    """Three sequences in the graph of four, with NaN in the scratch block and in every block that nobody owns: the
+    tokens are those of eager steps, and the NaN stays where it was but for the scratch block."""
+    graph, eager = engine(tiny), engine(tiny, enforce_eager=True)
+    runner = graph.loop.runner
+    assert isinstance(runner, CudaRunner)
+    assert 3 not in decode_buckets(graph.info.max_num_seqs)
+    runner._kv_pool.fill_(float("nan"))
+    results = graph.generate(requests(3, 12))
+    compare(results, eager.generate(requests(3, 12, top=5)), least=0.8)
+    assert all(result.failure is None for result in results)
+    used = -(-max(len(item.prompt_token_ids) + (item.stop.max_tokens or 0) for item in requests(3, 12)) // 16)
+    assert runner._kv_pool[1 + 3 * used :].isnan().all()
+
+
+def test_blocks_beyond_two_to_the_31_elements_give_the_same_tokens(tiny: Path) -> None:
+    """A pool of more than 2^31 elements whose low blocks are all held, against a small one."""
+    shape = engine(tiny)
+    elements = shape.loop.runner._kv_pool[0].numel()  # type: ignore[attr-defined]
+    count = 2**31 // elements + 200
+    low = shape.generate(requests(16, 13, top=5))
+    del shape
+    high = engine(tiny, kv_cache_tokens=16 * count, gpu_memory_utilization=0.9, enable_prefix_caching=False)
+    allocator = high.scheduler.tables.allocator
+    held = allocator.allocate(2**31 // elements + 1)
+    results = high.generate(requests(16, 13, top=5))
+    assert [result.token_ids for result in results] == [result.token_ids for result in low]
+    allocator.release(held[::-1])
+    high.scheduler.check_idle()
 
 
 def test_end_of_sequence_is_learned_a_step_late_and_costs_nothing_visible(tiny: Path) -> None:

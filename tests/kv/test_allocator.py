@@ -265,3 +265,22 @@ def test_the_oracle_finds_its_own_damage() -> None:
         damage(broken)  # type: ignore[no-untyped-call]
         with pytest.raises(RuntimeError):
             broken.check()
+
+
+def test_blocks_that_lose_their_last_owner_are_noted() -> None:
+    """Released, dropped with a row, or handed out by eviction; not those that are shared or stay findable."""
+    allocator = CheckedBlockAllocator(make_allocator(AllocatorKind.NATIVE, 4), OracleBlockAllocator(4))
+    rows, lengths = tables(1, 4)
+    allocator.allocate(2)
+    allocator.take_freed()
+    allocator.retain([1])
+    allocator.publish(2, 7)
+    allocator.release([2, 1])
+    assert allocator.take_freed() == []
+    allocator.release([1])
+    assert allocator.take_freed() == [1]
+    allocator.grow_tables(rows, lengths, int32(0), int32(4))
+    assert sorted(allocator.take_freed()) == [1, 2, 3, 4]  # block 2 lost its key to this row
+    allocator.release_row(rows, lengths, 0)
+    assert sorted(allocator.take_freed()) == [1, 2, 3, 4]
+    assert allocator.take_freed() == []

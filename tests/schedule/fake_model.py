@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Callable
 
 import numpy as np
 
@@ -11,10 +12,10 @@ from engine.kv.allocator import make_allocator
 from engine.kv.block_table import BlockTables
 from engine.kv.prefix_index import HashFunction, PrefixIndex, hash64
 from engine.kv.swap import SwapSpace
-from engine.loop import StepLoop
+from engine.loop import Runner, StepLoop
 from engine.schedule.admission import SchedulerLimits
 from engine.schedule.forecast import OutputForecast
-from engine.schedule.plan import StepOutcome, StepPlan
+from engine.schedule.plan import Pairs, StepOutcome, StepPlan
 from engine.schedule.policy import Policy
 from engine.schedule.preemption import PreemptionCost
 from engine.schedule.residency import Residency
@@ -22,6 +23,8 @@ from engine.schedule.scheduler import Scheduler
 from engine.types import Event, GenerationRequest, RequestFinished, StopCriteria, TokensGenerated
 
 VOCABULARY = 1000
+
+Cells = dict[tuple[int, int], int]
 
 
 def next_token(token_ids: list[int]) -> int:
@@ -37,30 +40,35 @@ class FakePending:
 
 
 class FakeRunner:
-    """Keeps what each block slot holds and computes the next token from what it reads back through the block table, so
-    that a wrong table, a block freed too early or a token skipped gives a wrong token. With lookahead, tokens still
-    pending on the host are kept here, as a device would."""
+    """Moves blocks before it computes, as the CPU's runner does. Keeps what each block slot holds and computes the next
+    token from what it reads back through the block table, so that a wrong table, a block freed too early or a token
+    skipped gives a wrong token. With lookahead, tokens still pending on the host are kept here, as a device would."""
+
+    moved = None
 
     def __init__(self, tables: BlockTables, lookahead: bool = False) -> None:
         self.lookahead = lookahead
         self.plans: list[StepPlan] = []
         self._tables = tables
-        self._cells: dict[tuple[int, int], int] = {}
-        self._host: dict[tuple[int, int], int] = {}
+        self._cells: Cells = {}
+        self._host: Cells = {}
         self._last_token: dict[int, int] = {}
 
     def _move(self, plan: StepPlan) -> None:
         moves = plan.moves
-        for pairs, source, target in (
-            (moves.out, self._cells, self._host),
-            (moves.back, self._host, self._cells),
-            (moves.copies, self._cells, self._cells),
-        ):
-            for from_block, to_block in pairs:
-                for offset in range(self._tables.block_size):
-                    target.pop((to_block, offset), None)
-                    if (from_block, offset) in source:
-                        target[to_block, offset] = source[from_block, offset]
+        self._copy(moves.out, self._cells, self._host)
+        for block in moves.freed:
+            for offset in range(self._tables.block_size):
+                self._cells.pop((block, offset), None)
+        self._copy(moves.back, self._host, self._cells)
+        self._copy(moves.copies, self._cells, self._cells)
+
+    def _copy(self, pairs: Pairs, source: Cells, target: Cells) -> None:
+        for from_block, to_block in pairs:
+            for offset in range(self._tables.block_size):
+                target.pop((to_block, offset), None)
+                if (from_block, offset) in source:
+                    target[to_block, offset] = source[from_block, offset]
 
     def launch(self, plan: StepPlan) -> FakePending:
         self.plans.append(plan)
@@ -101,7 +109,9 @@ def make_loop(
     policy: Policy | None = None,
     hash_function: HashFunction = hash64,
     forecast: OutputForecast | None = None,
+    make_runner: Callable[[BlockTables], Runner] | None = None,
 ) -> StepLoop:
+    """make_runner: None takes a FakeRunner."""
     allocator = make_allocator(kind, num_blocks)
     limit = num_blocks * block_size if max_context is None else max_context
     tables = BlockTables(allocator, max_num_seqs, -(-limit // block_size), block_size)
@@ -112,7 +122,8 @@ def make_loop(
         SwapSpace(make_allocator(kind, swap_blocks)) if swap_blocks else None,
         PreemptionCost(mode),
     )
-    return StepLoop(Scheduler(residency, limits, eos, policy, forecast), FakeRunner(tables, lookahead))
+    runner = FakeRunner(tables, lookahead) if make_runner is None else make_runner(tables)
+    return StepLoop(Scheduler(residency, limits, eos, policy, forecast), runner)
 
 
 def request(name: str, prompt: list[int], max_tokens: int | None = 8, **fields: object) -> GenerationRequest:
