@@ -6,10 +6,12 @@ import time
 from typing import Protocol
 
 from engine.schedule.plan import StepOutcome, StepPlan
+from engine.schedule.queue_delay import Pace
 from engine.schedule.scheduler import Scheduler
 from engine.types import EngineStats, FailureKind, StepFrame
 
 _RATE_SMOOTHING = 0.1
+_ESTIMATE_SECONDS = 0.25  # the queue's delay is estimated so often
 
 
 class PendingStep(Protocol):
@@ -42,9 +44,12 @@ class StepLoop:
         self._prefill_rate = 0.0
         self._decode_rate = 0.0
         self._last_step_seconds = 0.0
+        self._decode_step_seconds = 0.0
+        self._estimated_at = 0.0
         self._committed_at = time.monotonic()
         self.steps = 0
         self._integrity_errors = 0
+        self._had_work = False
 
     @property
     def has_work(self) -> bool:
@@ -57,6 +62,7 @@ class StepLoop:
         if self._in_flight is not None and self.scheduler.awaits_tokens:
             known, self._in_flight = self._in_flight, None
             self._commit(*known)
+        self._had_work = self._had_work or self.has_work
         now = time.monotonic()
         if self._in_flight is None:
             self._committed_at = now
@@ -68,6 +74,7 @@ class StepLoop:
             finished = launched
         if finished is not None:
             self._commit(*finished)
+        self._check_drained()
         return StepFrame(self.scheduler.take_events(), self.stats())
 
     def abandon(self, kind: FailureKind, message: str) -> StepFrame:
@@ -78,6 +85,7 @@ class StepLoop:
 
     def stats(self) -> EngineStats:
         scheduler, counters = self.scheduler, self.scheduler.counters
+        self._estimate_delay()
         allocator = scheduler.tables.allocator
         return EngineStats(
             step=self.steps,
@@ -97,8 +105,15 @@ class StepLoop:
             prefill_tokens_per_second=self._prefill_rate,
             decode_tokens_per_second=self._decode_rate,
             last_step_seconds=self._last_step_seconds,
+            queue_delay_seconds=scheduler.queue_delay,
             integrity_errors=self._integrity_errors,
         )
+
+    def _check_drained(self) -> None:
+        """Once after every drain of work: whatever is held then is lost."""
+        had_work, self._had_work = self._had_work, self.has_work
+        if had_work and not self._had_work and not self.scheduler.residency.is_empty:
+            self._integrity_errors += 1
 
     def _commit(self, plan: StepPlan, pending: PendingStep) -> None:
         outcome = pending.wait()
@@ -107,8 +122,6 @@ class StepLoop:
         self.steps += 1
         self._measure(plan, now - self._committed_at)
         self._committed_at = now
-        if not self.has_work and self.scheduler.tables.allocator.num_live:
-            self._integrity_errors += 1
 
     def _measure(self, plan: StepPlan, seconds: float) -> None:
         self._last_step_seconds = seconds
@@ -118,4 +131,12 @@ class StepLoop:
             self._prefill_rate += (rate - self._prefill_rate) * (_RATE_SMOOTHING if self._prefill_rate else 1.0)
             self.scheduler.residency.cost.prefill_rate = self._prefill_rate
         else:
-            self._decode_rate += (rate - self._decode_rate) * (_RATE_SMOOTHING if self._decode_rate else 1.0)
+            smoothing = _RATE_SMOOTHING if self._decode_rate else 1.0
+            self._decode_rate += (rate - self._decode_rate) * smoothing
+            self._decode_step_seconds += (seconds - self._decode_step_seconds) * smoothing
+
+    def _estimate_delay(self) -> None:
+        now = time.monotonic()
+        if now - self._estimated_at >= _ESTIMATE_SECONDS or not self.has_work:
+            self._estimated_at = now
+            self.scheduler.estimate_delay(Pace(self._prefill_rate, self._decode_step_seconds))

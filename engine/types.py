@@ -212,7 +212,8 @@ class EngineInfo(msgspec.Struct, frozen=True):
 
 
 class EngineStats(msgspec.Struct, frozen=True):
-    """A snapshot after a step. Counters are totals since start; `heartbeat` is `time.monotonic()` of the step loop."""
+    """A snapshot after a step. Counters are totals since start; `heartbeat` is `time.monotonic()` of the step loop.
+    `queue_delay_seconds`: what a request that comes now waits for its turn, estimated a few times a second."""
 
     step: int = 0
     heartbeat: float = 0.0
@@ -231,6 +232,7 @@ class EngineStats(msgspec.Struct, frozen=True):
     prefill_tokens_per_second: float = 0.0
     decode_tokens_per_second: float = 0.0
     last_step_seconds: float = 0.0
+    queue_delay_seconds: float = 0.0
     integrity_errors: int = 0
 
 

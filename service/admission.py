@@ -43,11 +43,12 @@ class Admission:
             raise RequestRefusedError(failure)
 
     def queue_delay(self) -> float:
-        """Seconds until a request sent now would be scheduled, at the recent prefill rate; 0 if nothing waits."""
+        """Seconds until a request sent now would be scheduled: the engine's estimate, and what waits by the newest
+        count needs at least, at the recent prefill rate."""
         stats = self._replica.engine.stats
         if not stats.queued_requests or stats.prefill_tokens_per_second <= 0:
-            return 0.0
-        return stats.queued_prompt_tokens / stats.prefill_tokens_per_second
+            return stats.queue_delay_seconds
+        return max(stats.queue_delay_seconds, stats.queued_prompt_tokens / stats.prefill_tokens_per_second)
 
     def retry_after(self) -> float:
         return min(MOST_RETRY_SECONDS, max(LEAST_RETRY_SECONDS, self.queue_delay()))
@@ -81,9 +82,9 @@ class Admission:
         return queue_full(problem, self.retry_after())
 
     def _too_late(self, prompt_tokens: int, deadline: float | None) -> Failure | None:
-        stats = self._replica.engine.stats
-        if deadline is None or not stats.queued_requests or stats.prefill_tokens_per_second <= 0:
+        rate, delay = self._replica.engine.stats.prefill_tokens_per_second, self.queue_delay()
+        if deadline is None or delay <= 0 or rate <= 0:
             return None
-        estimated = self.queue_delay() + prompt_tokens / stats.prefill_tokens_per_second
+        estimated = delay + prompt_tokens / rate
         left = deadline - time.monotonic()
         return deadline_unattainable(estimated, max(0.0, left)) if estimated > left else None

@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 from engine.types import FailureKind, GenerationRequest, RequestFailed
 
+_LEAST_RETRY_SECONDS = 0.1
+_MOST_RETRY_SECONDS = 30.0
+
 
 @dataclass(frozen=True, slots=True)
 class SchedulerLimits:
@@ -22,10 +25,15 @@ class SchedulerLimits:
 
 
 def refusal(
-    request: GenerationRequest, limits: SchedulerLimits, live: bool, queued: int, queued_tokens: int
+    request: GenerationRequest,
+    limits: SchedulerLimits,
+    live: bool,
+    queued: int,
+    queued_tokens: int,
+    queue_delay: float,
 ) -> RequestFailed | None:
     """Why a request cannot be queued, or None. `live`: its id is in use; `queued` requests with `queued_tokens` prompt
-    tokens wait already. A prompt needs room for one token of output."""
+    tokens wait already, for some `queue_delay` seconds. A prompt needs room for one token of output."""
     name, prompt, limit = request.request_id, len(request.prompt_token_ids), limits.max_context_tokens
     problem = _malformed(request, live)
     if problem is not None:
@@ -38,7 +46,8 @@ def refusal(
         return RequestFailed(name, FailureKind.PROMPT_TOO_LONG, message, field="prompt", details=details)
     if queued >= limits.max_queued_requests or queued_tokens + prompt > limits.max_queued_tokens:
         message = f"queue is full: {queued} requests, {queued_tokens} prompt tokens wait"
-        return RequestFailed(name, FailureKind.QUEUE_FULL, message)
+        retry_after = min(_MOST_RETRY_SECONDS, max(_LEAST_RETRY_SECONDS, queue_delay))
+        return RequestFailed(name, FailureKind.QUEUE_FULL, message, details={"retry_after": f"{retry_after:.3f}"})
     return None
 
 

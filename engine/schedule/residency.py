@@ -228,6 +228,14 @@ class Residency:
             raise EngineError("swapped blocks without a swap space")
         return self.swap
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is held, by the counts alone."""
+        allocator = self.tables.allocator
+        whole = allocator.num_free + allocator.num_cached == allocator.num_blocks
+        slots = self.tables.num_free_slots == len(self.tables.lengths)
+        return whole and slots and not allocator.num_live and not (self.swap and self.swap.num_used)
+
     def check_idle(self) -> None:
         """Raises EngineError unless nothing is held: live = 0, free + cached = total, swap empty."""
         allocator = self.tables.allocator

@@ -17,6 +17,7 @@ from engine.schedule.admission import SchedulerLimits, refusal
 from engine.schedule.forecast import Demand, OutputForecast
 from engine.schedule.plan import ScheduledSequence, StepOutcome, StepPlan
 from engine.schedule.policy import Policy, PriorityWithAgeing
+from engine.schedule.queue_delay import Need, Pace, queue_delay
 from engine.schedule.residency import Residency
 from engine.schedule.sequence import Constraint, Phase, RequestGroup, Sequence, edited_tokens, follows_tokens
 from engine.types import (
@@ -70,6 +71,8 @@ class Scheduler:
         self.limits = limits
         self.counters = Counters()
         self.forecast = forecast
+        self.queue_delay = 0.0  # seconds, by the last estimate
+        self._outputs = forecast or OutputForecast()
         self._eos_token_ids = eos_token_ids
         self._policy: Policy = policy or PriorityWithAgeing()
         self._groups: dict[str, RequestGroup] = {}
@@ -89,7 +92,8 @@ class Scheduler:
     def submit(self, request: GenerationRequest, now: float, constraint: Constraint | None = None) -> None:
         """Queues a request, or refuses it with a RequestFailed event. constraint: of the request's grammar."""
         live = request.request_id in self._groups
-        refused = refusal(request, self.limits, live, self.num_queued_requests, self._queued_prompt_tokens)
+        queued = self.num_queued_requests, self._queued_prompt_tokens
+        refused = refusal(request, self.limits, live, *queued, self.queue_delay)
         if refused is not None:
             self._events.append(refused)
             return
@@ -257,6 +261,20 @@ class Scheduler:
     @property
     def queued_prompt_tokens(self) -> int:
         return self._queued_prompt_tokens
+
+    def estimate_delay(self, pace: Pace) -> None:
+        """Brings `queue_delay` up to date. Until a first output has ended, how long they are is not known and counts as
+        nothing, so that nobody is refused by guesses."""
+        tables, known = self.tables, self._outputs.observed > 0
+
+        def need(sequence: Sequence) -> Need:
+            remaining = self._outputs.remaining(sequence) if known else 0
+            return Need(tables.blocks_for(sequence.num_tokens + remaining), sequence.num_uncomputed, remaining)
+
+        running = [need(sequence) for sequence in self._running + self._arriving]
+        free = tables.allocator.num_blocks - sum(item.blocks for item in running)
+        waiting = [need(sequence) for sequence in self._waiting]
+        self.queue_delay = queue_delay(running, waiting, tables.num_free_slots, free, pace)
 
     def check_idle(self) -> None:
         """Raises EngineError unless there is no work and nothing is held for any."""
@@ -470,8 +488,7 @@ class Scheduler:
         logprobs = [] if logprob is None else [logprob]
         self._events.append(TokensGenerated(group.request_id, sequence.candidate, [token], logprobs, finish))
         if finish is not None:
-            if self.forecast is not None:
-                self.forecast.observe(sequence.num_generated)
+            self._outputs.observe(sequence.num_generated)
             self._end(sequence, finish)
             self._finish_group_if_done(group, now)
 

@@ -260,3 +260,30 @@ def test_abandon_fails_everything_and_leaves_nothing() -> None:
     events = loop.abandon(FailureKind.ENGINE_ERROR, "broken").events
     assert [event.request_id for event in events if isinstance(event, RequestFailed)] == ["a", "b"]
     loop.scheduler.check_idle()
+
+
+@pytest.mark.parametrize("lost", ["block", "slot", "host block"])
+def test_what_is_lost_shows_in_the_figures_once_work_has_drained(lost: str) -> None:
+    loop = make_loop(num_blocks=20, swap_blocks=4)
+    residency = loop.scheduler.residency
+    for name, errors in (("good", 0), ("bad", 1), ("later", 2)):
+        loop.scheduler.submit(request(name, prompt(6), 3), 0.0)
+        if name == "bad" and lost == "block":
+            residency.tables.allocator.allocate(1)
+        elif name == "bad" and lost == "slot":
+            residency.tables.acquire_slot()
+        elif name == "bad" and residency.swap is not None:
+            residency.swap.take(1)
+        run_to_end(loop)
+        loop.step()
+        assert loop.stats().integrity_errors == errors
+
+
+def test_a_cancelled_request_drains_too() -> None:
+    loop = make_loop(num_blocks=20)
+    loop.scheduler.submit(request("a", prompt(6), 30), 0.0)
+    loop.step()
+    loop.scheduler.tables.allocator.allocate(1)
+    loop.scheduler.cancel("a", 0.0)
+    loop.step()
+    assert loop.stats().integrity_errors == 1

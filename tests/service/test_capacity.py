@@ -75,6 +75,11 @@ async def test_queue_delay_is_estimated_from_the_recent_rate(served: Running) ->
     assert (await snapshot(served)).load.estimated_queue_delay == Duration(seconds=2)
 
 
+async def test_queue_delay_is_the_engines_estimate_where_that_is_longer(served: Running) -> None:
+    served.engine.stats_overrides = {"queue_delay_seconds": 7.5, "prefill_tokens_per_second": 250.0}
+    assert (await snapshot(served)).load.estimated_queue_delay == Duration(seconds=7, nanos=500_000_000)
+
+
 async def test_unknown_model(served: Running) -> None:
     with pytest.raises(aio.AioRpcError) as error:
         await served.capacity.GetCapacity(pb.GetCapacityRequest(model="other"), timeout=5)

@@ -152,6 +152,14 @@ async def test_deadline_unattainable(served: Running) -> None:
     assert served.engine.submitted == []
 
 
+async def test_deadline_unattainable_while_every_place_is_taken(served: Running) -> None:
+    """Nothing waits, but by the engine's estimate the first place is free too late."""
+    served.engine.stats_overrides = {"queue_delay_seconds": 8.0, "prefill_tokens_per_second": 1000.0}
+    status = await refusal(served, start(scheduling=pb.Scheduling(timeout=Duration(seconds=5))))
+    assert status.reason == "DEADLINE_UNATTAINABLE"
+    assert 8000 <= int(status.metadata["estimated_ms"]) < 8100
+
+
 async def test_expired_in_queue(served: Running) -> None:
     served.engine.hold = True
     request = start(scheduling=pb.Scheduling(queue_timeout=Duration(nanos=50_000_000)))

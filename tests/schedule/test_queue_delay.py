@@ -1,0 +1,80 @@
+"""What a request that comes now waits: against queues whose end is known, and in the scheduler's figures."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine.schedule.queue_delay import Need, Pace, queue_delay
+from engine.types import FailureKind, RequestFailed
+from tests.schedule.fake_model import make_loop, request, run_to_end
+
+PACE = Pace(prefill_rate=100.0, step_seconds=0.1)
+
+
+@pytest.mark.parametrize(
+    ("running", "waiting", "slots", "blocks", "seconds"),
+    [
+        ([], [], 4, 10, 0.0),
+        ([Need(5, 0, 20)], [], 1, 10, 0.0),
+        ([Need(5, 0, 20), Need(5, 0, 30)], [], 0, 10, 2.0),  # the first slot is free after 20 steps
+        ([Need(5, 0, 20)], [], 3, 0, 2.0),  # and so is the first block
+        ([], [Need(2, 50, 7), Need(2, 150, 7)], 4, 10, 2.0),  # two prefills, one after the other
+        ([Need(5, 0, 20)], [Need(2, 100, 40)], 0, 10, 7.0),  # waits 2, prefills 1, decodes 4
+        ([Need(5, 0, 20)], [Need(2, 100, 40)], 1, 10, 2.0),  # starts at once; the other ends first
+        ([Need(8, 100, 20)], [Need(7, 100, 0)], 3, 2, 4.0),  # waits for blocks: a prefill of 1 s and 20 steps
+    ],
+)
+def test_known_queues(running: list[Need], waiting: list[Need], slots: int, blocks: int, seconds: float) -> None:
+    assert queue_delay(running, waiting, slots, blocks, PACE) == pytest.approx(seconds)
+
+
+def test_unknown_pace_is_no_delay() -> None:
+    assert queue_delay([Need(5, 0, 20)], [Need(5, 100, 20)], 0, 0, Pace()) == 0.0
+
+
+def test_a_long_queue_is_extrapolated() -> None:
+    one = Need(1, 100, 0)
+    assert queue_delay([], [one] * 1000, 1000, 10_000, PACE) == pytest.approx(1000.0)
+
+
+def test_the_estimate_is_about_what_a_queue_takes() -> None:
+    """One slot, ten requests of ten tokens each: a simulated second a step, learned from one that ended."""
+    loop = make_loop(num_blocks=40, max_num_seqs=1, max_batched_tokens=8)
+    scheduler = loop.scheduler
+    scheduler.submit(request("first", [1] * 8, 10), 0.0)
+    run_to_end(loop)
+    for index in range(10):
+        scheduler.submit(request(str(index), [index] * 8, 10), 0.0)
+    loop.step()
+    scheduler.estimate_delay(Pace(prefill_rate=8.0, step_seconds=1.0))
+    estimate, steps = scheduler.queue_delay, 0
+    scheduler.submit(request("last", [1], 5), 0.0)
+    while scheduler._groups["last"].first_scheduled is None:  # no public way tells when a turn comes
+        loop.step()
+        steps += 1
+    assert 0.8 * steps <= estimate <= 1.2 * steps
+    run_to_end(loop)
+    assert loop.stats().queue_delay_seconds == 0.0
+
+
+def test_a_refusal_says_when_to_come_again() -> None:
+    loop = make_loop(num_blocks=40, max_num_seqs=1, max_queued_requests=2)
+    scheduler = loop.scheduler
+    for index in range(2):
+        scheduler.submit(request(str(index), [index] * 8, 10), 0.0)
+    scheduler.estimate_delay(Pace(prefill_rate=4.0))
+    scheduler.submit(request("refused", [1], 1), 0.0)
+    scheduler.queue_delay = 1000.0
+    scheduler.submit(request("refused, too", [1], 1), 0.0)
+    failures = [event for event in scheduler.take_events() if isinstance(event, RequestFailed)]
+    assert [event.kind for event in failures] == [FailureKind.QUEUE_FULL] * 2
+    assert [event.details["retry_after"] for event in failures] == ["4.000", "30.000"]
+
+
+def test_what_expired_before_its_first_plan_is_never_computed() -> None:
+    loop = make_loop(num_blocks=40)
+    loop.scheduler.submit(request("late", [1] * 8, 10, deadline=1.0), 0.0)
+    assert loop.scheduler.plan(1.5) is None
+    failures = [event for event in loop.scheduler.take_events() if isinstance(event, RequestFailed)]
+    assert [event.kind for event in failures] == [FailureKind.EXPIRED_IN_QUEUE]
+    assert loop.scheduler.counters.computed_tokens == 0
