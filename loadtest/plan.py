@@ -13,7 +13,7 @@ from loadtest.records import ArrivalProcess, Phase, group_of
 class LevelPlan:
     """`rate` (open loop, requests/s) or `concurrency` (closed loop). `warm_up` and `window` in seconds; after them
     arrivals stop and `drain_limit` seconds are left until what still runs is cut off and becomes censored.
-    `probe_floor`: after the window single probes go out until one has its first token within 1.2 of this many seconds.
+    `probes`: after the window single probes go out until one is served as by an idle service.
     """
 
     phase: Phase
@@ -27,7 +27,7 @@ class LevelPlan:
     repeat: int = 0
     multiple: float | None = None
     label: str = ""
-    probe_floor: float | None = None
+    probes: bool = False
     parameters: dict[str, Any] = field(default_factory=dict)
 
     @property

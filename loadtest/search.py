@@ -137,7 +137,7 @@ class Search:
         multiple = self.settings.multiples[-1]
         plan = self._open(Phase.RECOVERY, found.low * multiple)
         await self.run(
-            replace(plan, multiple=multiple, window=self.settings.beyond, label=f"{multiple:g}", probe_floor=self.floor)
+            replace(plan, multiple=multiple, window=self.settings.beyond, label=f"{multiple:g}", probes=True)
         )
 
     # --- levels -----------------------------------------------------------------------------------------------------
@@ -151,14 +151,6 @@ class Search:
             part = await self.driver.run(replace(plan, seed=plan.seed + 1, repeat=plan.repeat + 1))
             verdict = self._keep(part)
         return verdict
-
-    @property
-    def floor(self) -> float:
-        """Median time to the first token of a request alone."""
-        alone = self.verdicts["closed:1"].measures.service_ttft
-        if alone is None:
-            raise SearchError("a request alone got no token")
-        return alone.p50.value
 
     def _keep(self, part: LevelRows) -> Verdict:
         group = part.level.group

@@ -1,0 +1,171 @@
+"""Runs levels against a real service: schedules, client processes, telemetry and probes of one run."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from grpc import aio
+
+from loadtest.arrivals import flat, times
+from loadtest.fleet import Fleet, Interrupted, entries_of
+from loadtest.measure import LevelRows
+from loadtest.mix import RequestClass, deal
+from loadtest.orders import Order, Played, Setup, Transport
+from loadtest.plan import LevelPlan
+from loadtest.player import CHANNEL_OPTIONS
+from loadtest.records import Arrival, Level
+from loadtest.result import Result
+from loadtest.target import probe, until_recovered
+from loadtest.telemetry import Telemetry
+
+LEAD = 0.3  # seconds for an order to reach every client
+CLOSED_RATE = 2000  # requests/s that a closed loop is given entries for
+PROBES = 7
+
+
+@dataclass
+class ServiceDriver:
+    """`result` gets every level as soon as it has ended, also one that was interrupted. `pid`: of the service, where
+    its processes can be seen. `cap`: most requests in flight of all clients."""
+
+    fleet: Fleet
+    result: Result
+    mix: dict[str, RequestClass]
+    address: str
+    vocabulary: Sequence[int]
+    origin: float
+    metrics_url: str | None = None
+    pid: int | None = None
+    cap: int = 20_000
+    next_level: int = 0
+    floor: float | None = None
+    interrupted: bool = field(default=False, init=False)
+
+    async def run(self, plan: LevelPlan) -> LevelRows:
+        """Raises CancelledError after an interrupted level was kept."""
+        if self.floor is None:
+            self.floor = await idle_floor(self.address, self.vocabulary)
+        index, self.next_level = self.next_level, self.next_level + 1
+        arrivals = schedule_of(plan, self.mix)
+        begin = time.monotonic() + LEAD
+        order = Order(
+            level=index,
+            entries=entries_of(arrivals, begin),
+            begin=begin,
+            window_begin=begin + plan.warm_up,
+            stop=begin + plan.seconds,
+            cut=begin + plan.seconds + plan.drain_limit,
+            cap=self.cap,
+            concurrency=plan.concurrency,
+        )
+        schedule = self.result.write_schedule(index, arrivals) if plan.concurrency is None else ""
+        async with Telemetry(index, self.origin, self.address, self.metrics_url, self.pid) as telemetry:
+            played, recovery = await self._play(plan, order)
+        level = self._level(plan, order, schedule, played, recovery)
+        rows = sorted((row for part in played for row in part.rows), key=lambda row: row.intended)
+        self.result.append_level(level, rows, telemetry.rows)
+        if self.interrupted:
+            raise asyncio.CancelledError
+        return LevelRows(level, rows, telemetry.rows)
+
+    async def _play(self, plan: LevelPlan, order: Order) -> tuple[list[Played], float | None]:
+        probing = asyncio.create_task(self._recovery(order)) if plan.probes else None
+        try:
+            played = await self.fleet.play(order)
+            return played, await probing if probing is not None else None
+        except Interrupted as interrupted:
+            self.interrupted = True
+            if probing is not None:
+                probing.cancel()
+            return interrupted.played, None
+
+    async def _recovery(self, order: Order) -> float | None:
+        assert self.floor is not None
+        await asyncio.sleep(order.stop - time.monotonic())
+        return await until_recovered(self.address, self.vocabulary[:16], self.floor, order.stop, order.cut)
+
+    def _level(
+        self, plan: LevelPlan, order: Order, schedule: str, played: Sequence[Played], recovery: float | None
+    ) -> Level:
+        now = time.monotonic()
+        stop = min(order.stop, now)
+
+        def clock(at: float) -> float:
+            return round(at - self.origin, 6)
+
+        ends = [row.finish for part in played for row in part.rows if row.finish is not None]
+        return Level(
+            index=order.level,
+            phase=plan.phase,
+            group=plan.group,
+            process=plan.process,
+            start=clock(order.begin),
+            window_start=clock(min(order.window_begin, stop)),
+            window_end=clock(stop),
+            end=max([clock(stop), *ends]),
+            rate=plan.rate,
+            concurrency=plan.concurrency,
+            repeat=plan.repeat,
+            multiple=plan.multiple,
+            seed=plan.seed,
+            schedule=schedule,
+            interrupted=self.interrupted,
+            recovery=recovery,
+            clients=[part.report for part in played],
+            parameters={**plan.parameters, **({"probe_floor": self.floor} if plan.probes else {})},
+        )
+
+
+def schedule_of(plan: LevelPlan, mix: dict[str, RequestClass]) -> list[Arrival]:
+    """The arrivals of a level, by its seed alone. Warm-up and window have their exact numbers of arrivals each. A
+    closed loop's users take as many of theirs as they get to, whatever their times say."""
+    generator = random.Random(plan.seed)
+    if plan.rate is None:
+        return deal([0.0] * int(CLOSED_RATE * plan.seconds), mix, plan.seed)
+    warm = times(flat(plan.rate, plan.warm_up), plan.process, generator)
+    window = times(flat(plan.rate, plan.window), plan.process, generator)
+    return deal([*warm, *(plan.warm_up + at for at in window)], mix, plan.seed)
+
+
+async def idle_floor(address: str, ids: Sequence[int]) -> float | None:
+    """Median time to the first token of probes of an idle service; None if it refuses them."""
+    async with aio.insecure_channel(address, CHANNEL_OPTIONS) as channel:
+        took = [await probe(channel, ids[:16]) for _ in range(PROBES)]
+    known = [seconds for seconds in took if seconds is not None]
+    return statistics.median(known) if known else None
+
+
+def setups(
+    count: int,
+    address: str,
+    vocabulary: Sequence[int],
+    context: int,
+    origin: float,
+    *,
+    transport: Transport = Transport.STREAM,
+    channels: int = 4,
+    streams: int = 8,
+    stamps: bool = False,
+    cores: Sequence[int] = (),
+) -> list[Setup]:
+    """Of so many client processes. channels, streams: of each."""
+    return [
+        Setup(
+            client=client,
+            address=address,
+            channels=channels,
+            transport=transport,
+            streams=streams,
+            vocabulary=list(vocabulary),
+            context=context,
+            origin=origin,
+            stamps=stamps,
+            cores=list(cores),
+        )
+        for client in range(count)
+    ]

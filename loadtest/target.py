@@ -1,0 +1,103 @@
+"""The service under test: what it says of itself, the ids that its tokenizer knows, and single probes of it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import grpc
+from grpc import aio
+
+from loadtest.mix import WORDS
+from loadtest.player import CHANNEL_OPTIONS
+from loadtest.records import Target
+from octavo.v1 import (
+    capacity_pb2,
+    capacity_pb2_grpc,
+    generation_pb2,
+    generation_pb2_grpc,
+    tokenization_pb2,
+    tokenization_pb2_grpc,
+)
+
+SECONDS = 20.0
+PROBE_SECONDS = 10.0
+PROBE_PERIOD = 0.1
+PLAIN_IDS = list(range(32, 96))  # for a server without a tokenizer
+RECOVERED = 1.2  # of the floor
+
+
+class TargetError(Exception):
+    """Nothing answers there; the message says so."""
+
+
+async def describe(address: str, command: Sequence[str] = ()) -> Target:
+    """Raises TargetError. A server without a capacity service is described by its address alone."""
+    async with aio.insecure_channel(address, CHANNEL_OPTIONS) as channel:
+        stub: Any = capacity_pb2_grpc.CapacityServiceStub(channel)
+        try:
+            capacity = (await stub.GetCapacity(capacity_pb2.GetCapacityRequest(), timeout=SECONDS)).capacity
+        except aio.AioRpcError as error:
+            if error.code() is grpc.StatusCode.UNIMPLEMENTED:
+                return Target(address=address, command=list(command))
+            raise TargetError(f"{address}: {error.details()}") from None
+    limits = capacity.limits
+    return Target(
+        address=address,
+        instance_id=capacity.instance_id,
+        model=capacity.model,
+        max_context_tokens=limits.max_context_tokens,
+        max_running_requests=limits.max_running_requests,
+        max_queued_requests=limits.max_queued_requests,
+        kv_tokens=limits.kv_total_blocks * limits.kv_block_tokens,
+        command=list(command),
+    )
+
+
+async def vocabulary(address: str) -> list[int]:
+    """Ids of common words, as the model's tokenizer has them."""
+    async with aio.insecure_channel(address, CHANNEL_OPTIONS) as channel:
+        stub: Any = tokenization_pb2_grpc.TokenizationServiceStub(channel)
+        request = tokenization_pb2.TokenizeRequest(text=" " + " ".join(WORDS), add_special_tokens=False)
+        try:
+            answer = await stub.Tokenize(request, timeout=SECONDS)
+        except aio.AioRpcError as error:
+            if error.code() is grpc.StatusCode.UNIMPLEMENTED:
+                return PLAIN_IDS
+            raise TargetError(f"{address}: {error.details()}") from None
+    return sorted(set(answer.token_ids))
+
+
+async def probe(channel: aio.Channel, ids: Sequence[int]) -> float | None:
+    """Time to the first token of a small request; None if it was refused, failed or took too long."""
+    stub: Any = generation_pb2_grpc.GenerationServiceStub(channel)
+    start = generation_pb2.StartGeneration(
+        token_ids=generation_pb2.TokenIds(ids=ids),
+        stop=generation_pb2.StopCriteria(max_tokens=2, ignore_eos=True),
+        sampling=generation_pb2.SamplingParameters(temperature=0.0),
+        cache=generation_pb2.CacheOptions(bypass=True),
+    )
+    begin = time.monotonic()
+    try:
+        async for response in stub.GenerateStream(
+            generation_pb2.GenerateStreamRequest(start=start), timeout=PROBE_SECONDS
+        ):
+            if any(event.delta.token_count for event in response.events):
+                return time.monotonic() - begin
+    except aio.AioRpcError:
+        pass
+    return None
+
+
+async def until_recovered(address: str, ids: Sequence[int], floor: float, since: float, limit: float) -> float | None:
+    """Seconds from `since` until a probe's first token came within 1.2 of the floor; None if none did until `limit`
+    (both by CLOCK_MONOTONIC)."""
+    async with aio.insecure_channel(address, CHANNEL_OPTIONS) as channel:
+        while (begin := time.monotonic()) < limit:
+            took = await probe(channel, ids)
+            if took is not None and took <= RECOVERED * floor:
+                return begin + took - since
+            await asyncio.sleep(PROBE_PERIOD)
+    return None
