@@ -1,0 +1,160 @@
+"""`python -m loadtest`: map, faults, overhead, grade."""
+
+from __future__ import annotations
+
+import asyncio
+import shlex
+import sys
+from datetime import datetime
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from loadtest.fleet import FleetError
+from loadtest.launch import LaunchError
+from loadtest.mapping import MapOptions, judge, run_map
+from loadtest.mix import MIXES, MixError
+from loadtest.orders import Transport
+from loadtest.progress import RunProgress
+from loadtest.records import Limits, RunKind, Summary
+from loadtest.result import Result, ResultError
+from loadtest.search import Settings
+from loadtest.target import TargetError
+
+ERRORS = (TargetError, LaunchError, FleetError, MixError, ResultError)
+
+app = typer.Typer(
+    rich_markup_mode=None,
+    help="Load tests of a running service, through its public proto.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+console = Console()
+
+Out = Annotated[Path | None, typer.Option("--out", help="Folder of the result; default build/load/KIND-TIME.")]
+Address = Annotated[str, typer.Option("--address", help="HOST:PORT of a service that runs; default: start one.")]
+MetricsUrl = Annotated[str | None, typer.Option("--metrics-url", help="Its Prometheus page, with --address.")]
+Pid = Annotated[int | None, typer.Option("--pid", help="Its process id on this machine, with --address.")]
+Model = Annotated[str, typer.Option("--model", help="What to serve when a service is started.")]
+Serve = Annotated[str, typer.Option("--serve", help='More flags of `serve`, as in --serve "--max-num-seqs 16".')]
+Seed = Annotated[int, typer.Option("--seed", help="Of schedules and prompts.")]
+Clients = Annotated[int, typer.Option("--clients", help="Client processes.", min=1)]
+
+
+@app.command("map")
+def map_service(
+    out: Out = None,
+    address: Address = "",
+    metrics_url: MetricsUrl = None,
+    pid: Pid = None,
+    model: Model = "demo",
+    serve: Serve = "",
+    mix: Annotated[str, typer.Option("--mix", help=f"Workload: {', '.join(MIXES)}.")] = "chat",
+    seed: Seed = 1,
+    clients: Clients = 1,
+    channels: Annotated[int, typer.Option("--channels", help="Connections of each client.", min=1)] = 4,
+    transport: Annotated[
+        Transport, typer.Option("--transport", help="An RPC a request, or multiplexed.")
+    ] = Transport.STREAM,
+    ttft: Annotated[float, typer.Option("--ttft", help="Limit of a good request, seconds.", min=0.001)] = 2.0,
+    tpot: Annotated[float, typer.Option("--tpot", help="Limit of a good request, seconds.", min=0.0001)] = 0.1,
+    window: Annotated[float, typer.Option("--window", help="Measured seconds of a level.", min=1.0)] = 24.0,
+    warm_up: Annotated[float, typer.Option("--warm-up", help="Seconds before them.", min=0.0)] = 6.0,
+    minutes: Annotated[float, typer.Option("--minutes", help="Budget; refinement stops for it.", min=0.1)] = 14.0,
+) -> None:
+    """Finds the knee, goes beyond it, and comes back. Ctrl-C keeps what was measured."""
+    settings = Settings(
+        calibrate=min(8.0, window / 3),
+        warm_up=warm_up,
+        window=window,
+        beyond=min(20.0, window),
+        budget=minutes * 60,
+    )
+    options = MapOptions(
+        out=folder(out, RunKind.MAP),
+        address=address,
+        metrics_url=metrics_url,
+        pid=pid,
+        serve_arguments=serve_arguments(model, serve),
+        mix=mix,
+        seed=seed,
+        clients=clients,
+        channels=channels,
+        transport=transport,
+        limits=Limits(ttft=ttft, tpot=tpot),
+        settings=settings,
+        command=command(),
+    )
+
+    async def main() -> Result:
+        async with RunProgress(console) as progress:
+            return await run_map(options, progress)
+
+    result = guarded(main)
+    show(result, result.summary)
+
+
+@app.command()
+def grade(folder: Annotated[Path, typer.Argument(help="A result.")]) -> None:
+    """Judges a result again from its raw rows."""
+
+    async def main() -> Result:
+        result = Result.open(folder)
+        judge(result)
+        return result
+
+    result = guarded(main)
+    show(result, result.summary)
+
+
+def show(result: Result, summary: Summary) -> None:
+    if summary.knee is not None:
+        knee = summary.knee
+        console.print(f"knee: {knee.low:.4g} to {knee.high:.4g} requests/s ({knee.width:.1%} wide)", highlight=False)
+    else:
+        console.print("knee: not bracketed", highlight=False)
+    if summary.slo is not None:
+        console.print(
+            f"within limits up to: {summary.slo.low:.4g} to {summary.slo.high:.4g} requests/s", highlight=False
+        )
+    texts = {hypothesis.id: hypothesis for hypothesis in result.run.hypotheses}
+    for score in summary.scores:
+        mark = {True: "[green]holds[/green]", False: "[red]broken[/red]", None: "[yellow]not measured[/yellow]"}
+        found = texts[score.hypothesis]
+        figure = "" if score.measured is None else f" ({score.measured:.4g}, {found.relation} {found.bound:g})"
+        console.print(f"  {mark[score.holds]}: {found.text}{figure}", highlight=False)
+    for note in summary.notes:
+        console.print(f"  note: {note}", highlight=False)
+    console.print(f"result: {result.folder}", highlight=False)
+
+
+def folder(out: Path | None, kind: RunKind) -> Path:
+    return out or Path("build") / "load" / f"{kind}-{datetime.now():%Y%m%d-%H%M%S}"
+
+
+def serve_arguments(model: str, more: str) -> list[str]:
+    return ["--model", model, "--log-level", "warning", *shlex.split(more)]
+
+
+def command() -> list[str]:
+    """As a person typed it."""
+    return ["python", "-m", "loadtest", *sys.argv[1:]]
+
+
+def guarded(main: object) -> Result:
+    """Runs a coroutine function. What a person can put right is one line and exit code 2."""
+    try:
+        result: Result = asyncio.run(main())  # type: ignore[operator]
+    except ERRORS as error:
+        typer.echo(f"loadtest: {error}", err=True)
+        raise typer.Exit(2) from None
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
+    return result
+
+
+if __name__ == "__main__":
+    app()

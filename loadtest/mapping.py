@@ -1,0 +1,200 @@
+"""`map`: a result folder with the knee of a service, what it does beyond it, and how it comes back."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import time
+from collections.abc import Coroutine, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from loadtest.drive import ServiceDriver, setups
+from loadtest.fingerprint import fingerprint
+from loadtest.fleet import Fleet
+from loadtest.judge import judge_levels, summarize
+from loadtest.launch import Service
+from loadtest.measure import LevelRows, by_level
+from loadtest.mix import mix_of
+from loadtest.orders import Transport
+from loadtest.progress import RunProgress
+from loadtest.records import Hypothesis, Limits, Run, RunKind, Summary, TelemetryRow, Verdict
+from loadtest.result import Result
+from loadtest.search import Search, SearchError, Settings
+from loadtest.target import describe, vocabulary
+
+DEFAULT_CONTEXT = 2048
+
+
+@dataclass(frozen=True, kw_only=True)
+class MapOptions:
+    """`address`: of a service that runs; empty: one is started with `serve_arguments`. `clients`: processes.
+    `transport`, `channels`: of each client."""
+
+    out: Path
+    address: str = ""
+    metrics_url: str | None = None
+    pid: int | None = None
+    serve_arguments: Sequence[str] = ()
+    mix: str = "chat"
+    seed: int = 1
+    clients: int = 2
+    channels: int = 4
+    transport: Transport = Transport.STREAM
+    limits: Limits
+    settings: Settings
+    command: Sequence[str] = ()
+
+
+def hypotheses(limits: Limits) -> list[Hypothesis]:
+    """What a map is expected to show; written into the result before the first request."""
+    rows = [
+        ("knee-width", "The knee's interval is narrower than 5 %", "knee_width", "<=", 0.05),
+        ("bounded-ttft", "At 3 x the knee accepted requests keep the TTFT limit", "ttft_p99_at_3", "<=", limits.ttft),
+        ("fast-refusals", "At 3 x the knee refusals take less than 50 ms", "refusal_p99_at_3", "<=", 0.05),
+        ("goodput", "At 3 x the knee goodput is at least 95 % of its peak", "goodput_share_at_3", ">=", 0.95),
+        ("no-failures", "At 3 x the knee nothing fails but by refusal", "failed_at_3", "==", 0.0),
+        ("recovery", "After 3 x the knee it is itself again within 5 s", "recovery", "<=", 5.0),
+        ("no-hang", "No level hangs", "levels_hung", "==", 0.0),
+        ("no-crash", "No level crashes", "levels_crashed", "==", 0.0),
+        ("little", "Little's law holds within 5 % where it keeps up", "little_gap", "<=", 0.05),
+        ("time", "The map takes less than 15 minutes", "minutes", "<=", 15.0),
+    ]
+    return [
+        Hypothesis(id=name, text=text, measure=measure, relation=relation, bound=bound)
+        for name, text, measure, relation, bound in rows
+    ]
+
+
+async def run_map(options: MapOptions, progress: RunProgress) -> Result:
+    """Raises TargetError, LaunchError, FleetError, MixError. After Ctrl-C, and after a search that could not go on,
+    what was measured is judged and kept."""
+    mix = mix_of(options.mix)
+    print_of_machine = await asyncio.to_thread(fingerprint)
+    async with AsyncExitStack() as stack:
+        address, command, pid, url = options.address, [*options.serve_arguments], options.pid, options.metrics_url
+        if not address:
+            progress.doing("starting the service", 20.0)
+            service = await stack.enter_async_context(Service(options.serve_arguments))
+            address, command, pid, url = service.address, service.command, service.pid, service.metrics_url
+        target, ids = await describe(address, command), await vocabulary(address)
+        origin = time.monotonic()
+        run = Run(
+            kind=RunKind.MAP,
+            created=datetime.now(UTC).isoformat(timespec="seconds"),
+            started=origin,
+            command=list(options.command),
+            seed=options.seed,
+            mix=options.mix,
+            limits=options.limits,
+            target=target,
+            fingerprint=print_of_machine,
+            hypotheses=hypotheses(options.limits),
+            parameters={"clients": options.clients, "channels": options.channels, "transport": str(options.transport)},
+        )
+        result = Result.create(options.out, run)
+        context = target.max_context_tokens or DEFAULT_CONTEXT
+        fleet = await stack.enter_async_context(
+            Fleet(
+                setups(
+                    options.clients,
+                    address,
+                    ids,
+                    context,
+                    origin,
+                    transport=options.transport,
+                    channels=options.channels,
+                )
+            )
+        )
+        driver = ServiceDriver(fleet, result, mix, address, ids, origin, metrics_url=url, pid=pid)
+        await search(driver, run, options, progress)
+    return result
+
+
+async def search(driver: ServiceDriver, run: Run, options: MapOptions, progress: RunProgress) -> None:
+    """Runs the search and judges what it measured, however it ends."""
+
+    def on_level(part: LevelRows, verdict: Verdict) -> None:
+        progress.on_verdict(verdict)
+
+    settings = replace(options.settings, most_concurrency=most_concurrency(options.settings, run))
+    search = Search(
+        driver,
+        run.limits,
+        settings,
+        run.seed,
+        on_level,
+        progress.on_plan,
+        lambda: time.monotonic() - run.started,
+    )
+    complete = False
+    try:
+        await _until_interrupted(search.map())
+        complete = True
+    except asyncio.CancelledError:
+        search.notes.append("interrupted")
+    except SearchError as error:
+        search.notes.append(str(error))
+    minutes = (time.monotonic() - run.started) / 60
+    judge(driver.result, complete=complete, notes=search.notes, extra={"minutes": minutes})
+
+
+def most_concurrency(settings: Settings, run: Run) -> int:
+    """A closed loop needs no more in flight than twice what the service runs at once."""
+    running = run.target.max_running_requests
+    return min(settings.most_concurrency, 2 * running) if running else settings.most_concurrency
+
+
+async def _until_interrupted(work: Coroutine[Any, Any, None]) -> None:
+    """The first Ctrl-C or SIGTERM cancels the work, which keeps what it has; a second one is the terminal's own."""
+    loop = asyncio.get_running_loop()
+    task = asyncio.create_task(work)
+    numbers = (signal.SIGINT, signal.SIGTERM)
+
+    def stop() -> None:
+        for number in numbers:
+            loop.remove_signal_handler(number)
+        task.cancel()
+
+    for number in numbers:
+        loop.add_signal_handler(number, stop)
+    try:
+        await task
+    finally:
+        for number in numbers:
+            with contextlib.suppress(ValueError):
+                loop.remove_signal_handler(number)
+
+
+def level_rows(result: Result) -> list[LevelRows]:
+    """Everything that a result holds, by level."""
+    requests = by_level(result.requests)
+    telemetry: dict[int, list[TelemetryRow]] = {}
+    for row in result.telemetry:
+        telemetry.setdefault(row.level, []).append(row)
+    return [LevelRows(level, requests.get(level.index, []), telemetry.get(level.index, [])) for level in result.levels]
+
+
+def judge(
+    result: Result,
+    *,
+    complete: bool | None = None,
+    notes: Sequence[str] | None = None,
+    extra: dict[str, float] | None = None,
+) -> Summary:
+    """Writes verdicts and summary from the raw rows. What only the run itself knew (whether it was complete, its notes,
+    how long it took) is taken over from the summary that is there, unless given."""
+    run = result.run
+    verdicts = judge_levels(level_rows(result), run.limits)
+    if complete is None:
+        before = result.summary
+        complete, notes = before.complete, before.notes
+        extra = {"minutes": before.measures["minutes"]} if "minutes" in before.measures else {}
+    summary = summarize(run, verdicts, complete=complete, notes=notes or (), extra=extra or {})
+    result.write_judgement(verdicts, summary)
+    return summary
