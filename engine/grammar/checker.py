@@ -21,17 +21,23 @@ CPU_SECONDS = 3
 # One line, with a space behind a comma and a colon: a model cannot lose itself in white space.
 _JSON_LAYOUT: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _ERROR_LENGTH = 300
+_ITEMS_A_MASK = 10_000  # of the parser; a schema of 300 optional fields needs 1500
 
 
 def main() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    limits = LLParserLimits(verbose_errors=False)
+    limits = parser_limits()
     _say("")
     for line in sys.stdin.buffer:
         _grant_time()
         kind, text = json.loads(line)
         _say(json.dumps(_answer(kind, text, limits)))
+
+
+def parser_limits() -> LLParserLimits:
+    """What a grammar may cost the library, at a time."""
+    return LLParserLimits(verbose_errors=False, step_max_items=_ITEMS_A_MASK)
 
 
 def _say(line: str) -> None:

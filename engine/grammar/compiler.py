@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from pathlib import Path
 
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
+from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
 from engine.errors import EngineError
 from engine.grammar import checker
@@ -106,7 +106,7 @@ class GrammarCompiler:
             raise GrammarError(f"the grammar is longer than {MAX_TEXT_BYTES} bytes")
         source = self._trial.run(kind, text)
         tokens = self._tokens()
-        matcher = LLMatcher(tokens, source, log_level=0, limits=LLParserLimits(verbose_errors=False))
+        matcher = LLMatcher(tokens, source, log_level=0, limits=checker.parser_limits())
         constraint = GrammarConstraint(matcher, tokens.vocab_size)
         if not constraint.mask([]).any():
             raise GrammarError(constraint.error or "the grammar allows no text at all")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 import numpy as np
@@ -9,6 +10,11 @@ from llguidance import LLMatcher
 from numpy.typing import NDArray
 
 Int32Array = NDArray[np.int32]
+
+# What a candidate may cost of processor time: so much at once, which so much a mask pays back. Common grammars take
+# 0.03 ms a mask; ambiguous ones that were made to, a thousand times that, in the step that everybody waits for.
+FREE_SECONDS = 0.5
+SECONDS_A_MASK = 0.01
 
 
 class GrammarConstraint:
@@ -18,6 +24,7 @@ class GrammarConstraint:
         self._matcher = matcher
         self._words = -(-vocab_size // 32)
         self._read = 0
+        self._seconds_left = FREE_SECONDS
 
     def copy(self) -> GrammarConstraint:
         """For another candidate: what this one has read so far stays read."""
@@ -28,7 +35,9 @@ class GrammarConstraint:
     @property
     def error(self) -> str:
         """Why nothing may come any more; empty if all is well."""
-        return " ".join(self._matcher.get_error().split())
+        if self._seconds_left < 0:
+            return "the grammar takes too much time to follow; try to make it less ambiguous"
+        return " ".join(self._matcher.get_error().replace("<non-verbose/>", "").split())
 
     def mask(self, output: Sequence[int]) -> Int32Array:
         """[words] of 32 bits, lowest first: bit i of word w is token 32 w + i. End-of-sequence tokens may come where
@@ -36,8 +45,12 @@ class GrammarConstraint:
         bits = np.zeros(self._words, dtype=np.int32)
         new = list(output[self._read :])
         self._read = len(output)
+        if self._seconds_left < 0:
+            return bits
+        began = time.thread_time()
         if (not new or self._matcher.consume_tokens(new)) and not self._matcher.is_error():
             self._matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
-        if self._matcher.is_error():
+        self._seconds_left = min(self._seconds_left + SECONDS_A_MASK, FREE_SECONDS) - (time.thread_time() - began)
+        if self._matcher.is_error() or self._seconds_left < 0:
             bits[:] = 0
         return bits

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from engine.errors import EngineError
+from engine.run.masks import Mask, grammar_masks
 from engine.run.sampler import NO_TOKEN, SamplingTensors, sample_into, sampling_arrays
 from engine.schedule.plan import ScheduledSequence, StepPlan
 from engine.schedule.token_counts import TokenCounts
@@ -34,12 +34,14 @@ def redraw(
     tokens [n] int32 as `sample_into` left them, of logits [n, vocabulary] fp32. NOT_FINITE stays; NO_TOKEN where every
     token is ruled out. newest: as for `sample_into`, by slot.
     """
+    # Before anything waits for the device, which is at the forward pass meanwhile.
+    masks = grammar_masks([plan.sampling[row] for row in plan.edited])
     for begin in range(0, len(plan.edited), _ROWS_AT_ONCE):
         rows = plan.edited[begin : begin + _ROWS_AT_ONCE]
         entries = [plan.sampling[row] for row in rows]
         index = torch.tensor(rows, device=logits.device)
         edited = logits[index]
-        edit_logits(edited, entries)
+        edit_logits(edited, entries, masks[begin : begin + _ROWS_AT_ONCE])
         drawn = torch.empty(len(rows), dtype=torch.int32, device=logits.device)
         arrays = sampling_arrays(entries, len(entries)).all()
         sampling = SamplingTensors(*(torch.from_numpy(array).to(logits.device) for array in arrays))
@@ -51,13 +53,15 @@ def redraw(
             newest[torch.tensor([entry.slot for entry in entries], device=logits.device)] = drawn.clamp_min(0)
 
 
-def edit_logits(logits: Tensor, entries: Sequence[ScheduledSequence]) -> None:
-    """logits [n, vocabulary] fp32 of n entries, in place."""
+def edit_logits(
+    logits: Tensor, entries: Sequence[ScheduledSequence], masks: Sequence[Mask | None] | None = None
+) -> None:
+    """logits [n, vocabulary] fp32 of n entries, in place. masks: of their grammars."""
     _add_bias(logits, entries)
     _penalise_repetition(logits, entries)
     _penalise_output(logits, entries)
     _keep_allowed(logits, entries)
-    _keep_grammatical(logits, entries)
+    _keep_grammatical(logits, masks or ())
     _bar_endings(logits, entries)
 
 
@@ -129,16 +133,10 @@ def _keep_allowed(logits: Tensor, entries: Sequence[ScheduledSequence]) -> None:
             logits[row, ids] = kept
 
 
-def _keep_grammatical(logits: Tensor, entries: Sequence[ScheduledSequence]) -> None:
-    rows: list[int] = []
-    masks: list[NDArray[np.int32]] = []
-    for row, entry in enumerate(entries):
-        constraint = entry.sequence.constraint
-        if constraint is not None:
-            rows.append(row)
-            masks.append(constraint.mask(_known(entry)[entry.sequence.num_prompt :]))
+def _keep_grammatical(logits: Tensor, masks: Sequence[Mask | None]) -> None:
+    rows = [row for row, mask in enumerate(masks) if mask is not None]
     if rows:
-        words = torch.from_numpy(np.stack(masks)).to(logits.device)
+        words = torch.from_numpy(np.stack([mask for mask in masks if mask is not None])).to(logits.device)
         bits = (words[:, :, None] >> torch.arange(32, dtype=torch.int32, device=logits.device)) & 1
         barred = bits.flatten(1)[:, : logits.shape[1]] == 0
         index = torch.tensor(rows, device=logits.device)
@@ -171,13 +169,5 @@ def _counts(entry: ScheduledSequence) -> TokenCounts:
     sequence = entry.sequence
     if sequence.counts is None:
         sequence.counts = TokenCounts(sequence.num_prompt)
-    sequence.counts.follow(_known(entry))
+    sequence.counts.follow(entry.known_tokens())
     return sequence.counts
-
-
-def _known(entry: ScheduledSequence) -> list[int]:
-    """Prompt and output up to the token to draw."""
-    tokens = entry.sequence.token_ids
-    if len(tokens) != entry.start + entry.count:
-        raise EngineError("what may come next depends on tokens that are still on the device")
-    return tokens

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from engine.errors import EngineError
 from engine.schedule.sequence import Sequence
 from engine.types import TokenLogprob
 
@@ -22,6 +23,13 @@ class ScheduledSequence(msgspec.Struct, frozen=True):
     start: int
     count: int
     samples: bool
+
+    def known_tokens(self) -> list[int]:
+        """Prompt and output up to the token to draw. Raises EngineError if some of them are still on the device."""
+        tokens = self.sequence.token_ids
+        if len(tokens) != self.start + self.count:
+            raise EngineError("what may come next depends on tokens that are still on the device")
+        return tokens
 
 
 @dataclass(slots=True)

@@ -154,13 +154,13 @@ class Scheduler:
             self._end(sequence, CandidateFinish(FinishReason.STOP))
             self._finish_group_if_done(group, now)
 
-    def fail(self, request_id: str, kind: FailureKind, message: str) -> None:
+    def fail(self, request_id: str, kind: FailureKind, message: str, field: str = "") -> None:
         """Ends a request with a failure event. Unknown ids are ignored: it ended before."""
         group = self._groups.get(request_id)
         if group is None:
             return
         self._drop_group(group)
-        self._events.append(RequestFailed(request_id, kind, message, usage=group.usage()))
+        self._events.append(RequestFailed(request_id, kind, message, usage=group.usage(), field=field))
 
     def fail_all(self, kind: FailureKind, message: str) -> None:
         for request_id in list(self._groups):
@@ -224,8 +224,7 @@ class Scheduler:
                 continue
             group, tokens = sequence.group, sequence.token_ids
             if failures and index in failures:
-                kind = FailureKind.INVALID if index in outcome.refused else FailureKind.ENGINE_ERROR
-                self.fail(group.request_id, kind, failures[index])
+                self._fail_draw(sequence, failures[index], index in outcome.refused)
                 continue
             computed = entry.start + entry.count
             if entry.count > 1 or computed % size == 0:
@@ -238,6 +237,16 @@ class Scheduler:
             else:
                 events.append(TokensGenerated(group.request_id, sequence.candidate, [token]))
         self.counters.generated_tokens += generated
+
+    def _fail_draw(self, sequence: Sequence, message: str, refused: bool) -> None:
+        """No token could be drawn. A grammar that can be followed no further says why itself."""
+        name, constraint = sequence.group.request_id, sequence.constraint
+        if not refused:
+            self.fail(name, FailureKind.ENGINE_ERROR, message)
+        elif constraint is not None and constraint.error:
+            self.fail(name, FailureKind.GRAMMAR_INVALID, constraint.error, "grammar")
+        else:
+            self.fail(name, FailureKind.INVALID, message)
 
     # -- figures -------------------------------------------------------------------------------------------------------
 

@@ -23,6 +23,11 @@ class Constraint(Protocol):
 
     def copy(self) -> Constraint: ...
 
+    @property
+    def error(self) -> str:
+        """Why nothing may come any more; empty if all is well."""
+        ...
+
     def mask(self, output: Tokens[int]) -> NDArray[np.int32]:
         """32 tokens a word, lowest bit first, after all of `output`, which only grows."""
         ...

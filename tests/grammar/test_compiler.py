@@ -171,6 +171,45 @@ def test_messages_have_no_excerpts_in_them(
     assert str(caught.value) == message
 
 
+def followed_to_its_end(constraint: GrammarConstraint, most: int) -> int:
+    """How many tokens a random walk through the grammar takes until nothing may come, at most `most`."""
+    generator, output = np.random.default_rng(1), list[int]()
+    while len(output) < most and (choice := sorted(allowed(constraint, output) - {EOS})):
+        output.append(int(generator.choice(choice)))
+    return len(output)
+
+
+AMBIGUOUS = 'start: s\ns: s s s | s s | "a" | "" | "b" s "b"'
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        (GrammarKind.EBNF, AMBIGUOUS),
+        (GrammarKind.REGEX, r"(\w{1,50}\s?){1,200}"),
+        (GrammarKind.EBNF, "start: a+\na: a a | /x/"),
+    ],
+)
+def test_a_grammar_that_costs_too_much_to_follow_ends_and_says_so(
+    compiler: GrammarCompiler, kind: GrammarKind, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It compiles at once, but each mask takes longer than the last."""
+    monkeypatch.setattr("engine.grammar.constraint.SECONDS_A_MASK", 0.0)
+    monkeypatch.setattr("engine.grammar.constraint.FREE_SECONDS", 0.05)
+    constraint = compiled(compiler, kind, text).copy()
+    began = time.thread_time()
+    assert followed_to_its_end(constraint, 3000) < 3000
+    assert time.thread_time() - began < 10
+    assert constraint.error
+    assert "<" not in constraint.error
+    assert allowed(constraint, []) == set()
+
+
+def test_a_common_grammar_never_runs_out_of_time(compiler: GrammarCompiler) -> None:
+    constraint = compiled(compiler, GrammarKind.JSON_OBJECT)
+    assert followed_to_its_end(constraint, 2000) == 2000 or not constraint.error
+
+
 def test_a_trial_that_takes_too_long_is_ended_and_forgotten(
     compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
