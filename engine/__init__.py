@@ -17,6 +17,10 @@ from engine.text.output import Delta, OutputText
 from engine.text.tokenizer import Tokenizer
 from engine.types import (
     Admitted,
+    BlockRemoved,
+    BlockStored,
+    CacheChange,
+    CachePiece,
     CandidateFinish,
     EngineInfo,
     EngineStats,
@@ -41,6 +45,10 @@ from engine.types import (
 __all__ = [
     "Admitted",
     "AllocatorKind",
+    "BlockRemoved",
+    "BlockStored",
+    "CacheChange",
+    "CachePiece",
     "CandidateFinish",
     "ConfigurationError",
     "Delta",

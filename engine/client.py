@@ -7,7 +7,7 @@ import enum
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from engine.types import EngineInfo, EngineStats, Event, GenerationRequest
+from engine.types import CacheChange, CachePiece, EngineInfo, EngineStats, Event, GenerationRequest
 
 EventSink = Callable[[Sequence[Event]], None]
 
@@ -59,6 +59,16 @@ class EngineClient(Protocol):
 
     def on_stats(self, listener: Callable[[EngineStats, EngineState], None]) -> None:
         """Calls `listener` after every frame or heartbeat and on every change of state."""
+        ...
+
+    async def read_cache(self, start: int) -> CachePiece:
+        """What the prefix cache holds from this place on, without what has a cache salt. From the first call on
+        `on_cache_changes` tells of every change. Raises EngineDiedError."""
+        ...
+
+    def on_cache_changes(self, listener: Callable[[Sequence[CacheChange]], None]) -> None:
+        """Calls `listener` with changes of the prefix cache, in order, before any read that was asked for later is
+        answered."""
         ...
 
     async def stop(self) -> None:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+from collections import deque
+from collections.abc import Callable, Sequence
 
 from engine.client import EngineState, EventSink
 from engine.errors import EngineDiedError
 from engine.types import (
+    CacheChange,
+    CachePiece,
     EngineStats,
     Event,
     FailureKind,
@@ -17,6 +21,7 @@ from engine.types import (
 )
 
 StatsListener = Callable[[EngineStats, EngineState], None]
+CacheListener = Callable[[Sequence[CacheChange]], None]
 
 
 class Dispatcher:
@@ -28,9 +33,21 @@ class Dispatcher:
         self._sinks: dict[str, EventSink] = {}
         self._stopped: set[tuple[str, int]] = set()
         self._listeners: list[StatsListener] = []
+        self._cache_listeners: list[CacheListener] = []
+        self._cache_reads: deque[asyncio.Future[CachePiece]] = deque()  # in the order asked, which is that of answers
 
     def add_listener(self, listener: StatsListener) -> None:
         self._listeners.append(listener)
+
+    def add_cache_listener(self, listener: CacheListener) -> None:
+        self._cache_listeners.append(listener)
+
+    def expect_piece(self) -> asyncio.Future[CachePiece]:
+        """Of the read of the cache that is sent next. Raises EngineDiedError if no engine is there to answer."""
+        self._check_ready()
+        future: asyncio.Future[CachePiece] = asyncio.get_running_loop().create_future()
+        self._cache_reads.append(future)
+        return future
 
     def set_state(self, state: EngineState) -> None:
         if state is not self.state:
@@ -40,8 +57,7 @@ class Dispatcher:
     def register(self, request_id: str, sink: EventSink) -> bool:
         """False if the id is live already; then the sink was told so and the request must not be sent. Raises
         EngineDiedError if no engine is there to serve it."""
-        if self.state is not EngineState.READY:
-            raise EngineDiedError(f"engine is {self.state}")
+        self._check_ready()
         if request_id in self._sinks:
             sink([RequestFailed(request_id, FailureKind.INVALID, "request id is already live", field="request_id")])
             return False
@@ -63,9 +79,27 @@ class Dispatcher:
             by_request.setdefault(event.request_id, []).append(event)
         for request_id, events in by_request.items():
             self._deliver(request_id, events)
+        self._dispatch_cache(frame)
         self._notify()
 
+    def _dispatch_cache(self, frame: StepFrame) -> None:
+        if frame.cache_changes:
+            for listener in self._cache_listeners:
+                listener(frame.cache_changes)
+        for piece in frame.cache_pieces:
+            read = self._cache_reads.popleft()
+            if not read.done():
+                read.set_result(piece)
+
+    def _check_ready(self) -> None:
+        if self.state is not EngineState.READY:
+            raise EngineDiedError(f"engine is {self.state}")
+
     def fail_all(self, kind: FailureKind, message: str) -> None:
+        while self._cache_reads:
+            read = self._cache_reads.popleft()
+            if not read.done():
+                read.set_exception(EngineDiedError(message))
         for request_id in list(self._sinks):
             self._deliver(request_id, [RequestFailed(request_id, kind, message)])
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import time
 import uuid
+from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
+import msgspec
 import torch
 
 from engine import _runtime
@@ -33,6 +35,7 @@ from engine.schedule.residency import Residency
 from engine.schedule.scheduler import Scheduler
 from engine.text.tokenizer import Tokenizer
 from engine.types import (
+    CachePiece,
     CandidateFinish,
     EngineInfo,
     EngineStats,
@@ -54,6 +57,7 @@ ProgressCallback = Callable[[str], None]
 
 MAX_COMPILING = 64  # requests whose grammars wait to be compiled
 _COMPILING_PAUSE_SECONDS = 0.001
+_CACHE_PIECE = 1024  # places of the prefix cache that are read in one step
 _WATERMARK_SHARE = 100  # one block in so many stays free when admitting beside running sequences
 
 
@@ -104,6 +108,7 @@ class Engine:
         self.model = model
         self._grammars = GrammarCompiler(lambda: Tokenizer.from_source(model.source), model.eos_token_ids)
         self._compiling: dict[str, _Compiling] = {}
+        self._cache_reads: deque[int] = deque()
         self._build(device, report)
 
     def _build(self, device: torch.device, report: ProgressCallback) -> None:
@@ -190,7 +195,7 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return self.loop.has_work or bool(self._compiling)
+        return self.loop.has_work or bool(self._compiling or self._cache_reads)
 
     @property
     def steps(self) -> int:
@@ -244,6 +249,11 @@ class Engine:
     def stop_candidate(self, request_id: str, candidate: int) -> None:
         self.scheduler.stop_candidate(request_id, candidate, time.monotonic())
 
+    def read_cache(self, start: int) -> None:
+        """Tells with a later step what the prefix cache holds from this place on, and with every step from then on what
+        changed in it."""
+        self._cache_reads.append(start)
+
     def close(self) -> None:
         """Ends what runs beside the step loop."""
         self._grammars.close()
@@ -253,9 +263,22 @@ class Engine:
         if self._compiling:
             self._queue_compiled()
         try:
-            return self.loop.step()
+            frame = self.loop.step()
         except Exception as error:
-            return self.loop.abandon(FailureKind.ENGINE_ERROR, f"step failed: {type(error).__name__}: {error}")
+            frame = self.loop.abandon(FailureKind.ENGINE_ERROR, f"step failed: {type(error).__name__}: {error}")
+        return self._with_cache(frame)
+
+    def _with_cache(self, frame: StepFrame) -> StepFrame:
+        """The frame with what is to be told of the prefix cache: changes, and one piece a step at most."""
+        index = self.scheduler.residency.prefix_index
+        if not self._cache_reads and (index is None or not index.followed):
+            return frame
+        changes = [] if index is None else index.take_changes()
+        pieces = []
+        if self._cache_reads:
+            start = self._cache_reads.popleft()
+            pieces = [CachePiece(start, [], None) if index is None else index.read(start, _CACHE_PIECE)]
+        return msgspec.structs.replace(frame, cache_changes=changes, cache_pieces=pieces)
 
     def generate(self, requests: Iterable[GenerationRequest]) -> list[GenerationResult]:
         """Runs requests to their end, batched together; results in the order of the input. Raises EngineError if other

@@ -9,12 +9,12 @@ from collections.abc import Sequence
 
 from engine.client import EngineState, EventSink
 from engine.config import EngineConfig
-from engine.dispatch import Dispatcher, StatsListener
+from engine.dispatch import CacheListener, Dispatcher, StatsListener
 from engine.engine import Engine, ProgressCallback
 from engine.errors import EngineError
 from engine.serve import serve
-from engine.types import EngineInfo, EngineStats, FailureKind, GenerationRequest, StepFrame
-from engine.wire import Cancel, Command, Shutdown, StopCandidate, Submit
+from engine.types import CachePiece, EngineInfo, EngineStats, FailureKind, GenerationRequest, StepFrame
+from engine.wire import Cancel, Command, ReadCache, Shutdown, StopCandidate, Submit
 
 
 class LocalEngineClient:
@@ -70,6 +70,14 @@ class LocalEngineClient:
 
     def on_stats(self, listener: StatsListener) -> None:
         self._dispatcher.add_listener(listener)
+
+    async def read_cache(self, start: int) -> CachePiece:
+        piece = self._dispatcher.expect_piece()
+        self._commands.put(ReadCache(start))
+        return await piece
+
+    def on_cache_changes(self, listener: CacheListener) -> None:
+        self._dispatcher.add_cache_listener(listener)
 
     async def stop(self) -> None:
         thread, self._thread = self._thread, None

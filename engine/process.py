@@ -22,9 +22,9 @@ import zmq
 from engine import wire
 from engine.client import EngineState, EventSink
 from engine.config import EngineConfig
-from engine.dispatch import Dispatcher, StatsListener
+from engine.dispatch import CacheListener, Dispatcher, StatsListener
 from engine.errors import ConfigurationError, EngineDiedError, EngineError
-from engine.types import EngineInfo, EngineStats, FailureKind, GenerationRequest
+from engine.types import CachePiece, EngineInfo, EngineStats, FailureKind, GenerationRequest
 
 _SHUTDOWN_SECONDS = 10.0
 _ROOT = Path(__file__).resolve().parent.parent  # lets the child import this very engine
@@ -107,6 +107,14 @@ class ProcessEngineClient:
 
     def on_stats(self, listener: StatsListener) -> None:
         self._dispatcher.add_listener(listener)
+
+    async def read_cache(self, start: int) -> CachePiece:
+        piece = self._dispatcher.expect_piece()
+        self._send(wire.ReadCache(start))
+        return await piece
+
+    def on_cache_changes(self, listener: CacheListener) -> None:
+        self._dispatcher.add_cache_listener(listener)
 
     async def stop(self) -> None:
         process, self._process = self._process, None

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 from engine.engine import Engine
 from engine.types import StepFrame
-from engine.wire import Cancel, Command, Shutdown, StopCandidate, Submit
+from engine.wire import Cancel, Command, ReadCache, Shutdown, StopCandidate, Submit
 
 HEARTBEAT_SECONDS = 0.25
 _NO_PROGRESS_PAUSE_SECONDS = 0.001
@@ -18,8 +18,8 @@ Send = Callable[[StepFrame], None]
 
 
 def serve(engine: Engine, receive: Receive, send: Send) -> None:
-    """Returns at Shutdown. Sends a frame for every step with events, and at least one a heartbeat while steps advance:
-    the heartbeat comes from this loop itself, so a hung step shows."""
+    """Returns at Shutdown. Sends a frame for every step with something to tell, and at least one a heartbeat while
+    steps advance: the heartbeat comes from this loop itself, so a hung step shows."""
     last_sent = 0.0
     while True:
         for command in receive(0.0 if engine.has_work else HEARTBEAT_SECONDS):
@@ -30,7 +30,7 @@ def serve(engine: Engine, receive: Receive, send: Send) -> None:
         before = engine.steps if engine.has_work else -1
         frame = engine.step()
         now = time.monotonic()
-        if frame.events or now - last_sent >= HEARTBEAT_SECONDS:
+        if frame.events or frame.cache_changes or frame.cache_pieces or now - last_sent >= HEARTBEAT_SECONDS:
             send(frame)
             last_sent = now
         elif engine.steps == before:
@@ -45,5 +45,7 @@ def apply(engine: Engine, command: Command) -> None:
             engine.cancel(command.request_id)
         case StopCandidate():
             engine.stop_candidate(command.request_id, command.candidate)
+        case ReadCache():
+            engine.read_cache(command.start)
         case Shutdown():
             raise ValueError("Shutdown ends the loop and is not applied")

@@ -236,8 +236,38 @@ class EngineStats(msgspec.Struct, frozen=True):
     integrity_errors: int = 0
 
 
+class BlockStored(msgspec.Struct, frozen=True, tag="stored"):
+    """A block became findable in the prefix cache. hash: of its tokens and all before them, 64 bits, unsigned. parent:
+    the hash of the block before, None of a first one."""
+
+    hash: int
+    parent: int | None
+    token_ids: list[int]
+
+
+class BlockRemoved(msgspec.Struct, frozen=True, tag="removed"):
+    """A block was evicted."""
+
+    hash: int
+
+
+CacheChange = BlockStored | BlockRemoved
+
+
+class CachePiece(msgspec.Struct, frozen=True):
+    """Part of what the prefix cache holds, as of the frame that it came with. start: as asked for. next_start: where to
+    read on, None at the end."""
+
+    start: int
+    blocks: list[BlockStored]
+    next_start: int | None
+
+
 class StepFrame(msgspec.Struct, frozen=True):
-    """Everything that one engine step made known: one message between processes."""
+    """Everything that one engine step made known: one message between processes. cache_changes: of the prefix cache
+    since the last frame, in order, once somebody has read from it."""
 
     events: list[Event]
     stats: EngineStats
+    cache_changes: list[CacheChange] = []
+    cache_pieces: list[CachePiece] = []

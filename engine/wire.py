@@ -20,11 +20,17 @@ class StopCandidate(msgspec.Struct, frozen=True, tag="stop_candidate"):
     candidate: int
 
 
+class ReadCache(msgspec.Struct, frozen=True, tag="read_cache"):
+    """Asks for a CachePiece, and for every change of the prefix cache from then on."""
+
+    start: int
+
+
 class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
     pass
 
 
-Command = Submit | Cancel | StopCandidate | Shutdown
+Command = Submit | Cancel | StopCandidate | ReadCache | Shutdown
 
 
 class Progress(msgspec.Struct, frozen=True, tag="progress"):

@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
 from engine import EngineClient, EngineInfo, EngineState, EngineStats, Tokenizer
+from service.cache_feed import CacheFeed
 from service.config import ServiceConfig
 from service.convert.model import ServedModel
 from service.live import LiveRequests, OpenStreams
@@ -49,6 +50,7 @@ class Replica:
         self.streams = OpenStreams()
         self.metrics = Metrics(engine, lambda: self.ready)
         self.changes = Revision()
+        self.cache_feed = CacheFeed(engine)
         self.draining = False
         self._stop = asyncio.Event()
         self.tokenizer_threads = ThreadPoolExecutor(config.tokenizer_threads, "octavo-tokenizer")
@@ -134,6 +136,7 @@ class Replica:
         """Watches end."""
         self._stop.set()
         self.changes.advance()
+        self.cache_feed.revision.advance()
 
     @property
     def stopping(self) -> bool:

@@ -220,8 +220,8 @@ def duplicate_request_id(request_id: str) -> Failure:
     )
 
 
-def unimplemented(problem: str) -> Failure:
-    return Failure(grpc.StatusCode.UNIMPLEMENTED, "UNIMPLEMENTED", problem)
+def changes_lost(problem: str) -> Failure:
+    return Failure(grpc.StatusCode.OUT_OF_RANGE, "CACHE_CHANGES_LOST", f"{problem}: subscribe again from 0")
 
 
 def unknown_service(name: str) -> Failure:

@@ -7,10 +7,12 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from engine import (
+    CacheChange,
+    CachePiece,
     EngineClient,
     EngineDiedError,
     EngineError,
@@ -71,6 +73,7 @@ class SupervisedEngine:
         self._kill = kill
         self._engine = create()
         self._listeners: list[Callable[[EngineStats, EngineState], None]] = []
+        self._cache_listeners: list[Callable[[Sequence[CacheChange]], None]] = []
         self._dead = False
         self._stopping = False
         self._started_at = 0.0
@@ -121,6 +124,12 @@ class SupervisedEngine:
     def on_stats(self, listener: Callable[[EngineStats, EngineState], None]) -> None:
         self._listeners.append(listener)
 
+    async def read_cache(self, start: int) -> CachePiece:
+        return await self._engine.read_cache(start)
+
+    def on_cache_changes(self, listener: Callable[[Sequence[CacheChange]], None]) -> None:
+        self._cache_listeners.append(listener)
+
     async def stop(self) -> None:
         self._stopping = True
         for task in self._tasks:
@@ -133,6 +142,7 @@ class SupervisedEngine:
         self._engine = engine
         self._started_at = time.monotonic()
         engine.on_stats(lambda stats, state: self._on_stats(engine, stats, state))
+        engine.on_cache_changes(lambda changes: self._on_cache_changes(engine, changes))
         return info
 
     def _on_stats(self, engine: EngineClient, stats: EngineStats, state: EngineState) -> None:
@@ -141,6 +151,11 @@ class SupervisedEngine:
         if state is EngineState.FAILED and not (self._dead or self._stopping):
             self._on_death(engine)
         self._notify(stats)
+
+    def _on_cache_changes(self, engine: EngineClient, changes: Sequence[CacheChange]) -> None:
+        if engine is self._engine:
+            for listener in self._cache_listeners:
+                listener(changes)
 
     def _on_death(self, engine: EngineClient) -> None:
         self._dead = True

@@ -11,6 +11,7 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
+import msgspec
 import psutil
 import pytest
 
@@ -19,6 +20,8 @@ from engine.local import LocalEngineClient
 from engine.process import ProcessEngineClient
 from engine.types import (
     Admitted,
+    BlockStored,
+    CacheChange,
     Event,
     FailureKind,
     GenerationRequest,
@@ -136,6 +139,40 @@ async def test_a_live_id_is_refused(client: Client) -> None:
     assert isinstance(failure, RequestFailed)
     assert (failure.kind, failure.field) == (FailureKind.INVALID, "request_id")
     await sink.until(RequestFinished)
+
+
+async def test_cache_is_read_and_followed(client: Client) -> None:
+    """What was there before the first read, what came after, and nothing of what has a salt."""
+    sink, salted, late = Collector(), Collector(), Collector()
+    client.submit(msgspec.structs.replace(item("a", 20), prompt_token_ids=list(range(3, 43))), sink)
+    client.submit(msgspec.structs.replace(item("b", 20), cache_salt="tenant"), salted)
+    await sink.until(RequestFinished)
+    await salted.until(RequestFinished)
+    changes: list[CacheChange] = []
+    client.on_cache_changes(changes.extend)
+    piece = await client.read_cache(0)
+    block = client.info.block_size
+    assert [tuple(stored.token_ids) for stored in piece.blocks][: 40 // block] == [
+        tuple(range(3 + begin, 3 + begin + block)) for begin in range(0, 40 // block * block, block)
+    ]
+    assert piece.blocks[0].parent is None
+    assert [stored.parent for stored in piece.blocks[1:]] == [stored.hash for stored in piece.blocks[:-1]]
+    assert len(piece.blocks) == (40 + 20 - 1) // block
+    assert changes == []
+    client.submit(msgspec.structs.replace(item("c", 2), prompt_token_ids=list(range(100, 140))), late)
+    await late.until(RequestFinished)
+    assert [change.token_ids[0] for change in changes if isinstance(change, BlockStored)] == [
+        100 + begin for begin in range(0, 40 // block * block, block)
+    ]
+
+
+async def test_reading_the_cache_of_an_engine_that_ends(tiny: Path) -> None:
+    client = create_engine_client(config(tiny), in_process=True)
+    await client.start()
+    await client.read_cache(0)
+    await client.stop()
+    with pytest.raises(EngineDiedError):
+        await client.read_cache(0)
 
 
 async def test_heartbeat_goes_on_when_idle(client: Client) -> None:

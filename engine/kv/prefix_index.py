@@ -15,6 +15,7 @@ from hashlib import blake2b
 import numpy as np
 
 from engine.kv.allocator import BlockAllocator
+from engine.types import BlockRemoved, BlockStored, CacheChange, CachePiece
 
 HashFunction = Callable[[bytes], int]
 
@@ -31,10 +32,19 @@ class _Entry:
     an evicted block cannot be reached through another block that has the same key."""
 
     key: int
+    parent_key: int | None
     serial: int
     parent_serial: int
     tokens: bytes
     salt: str
+
+    @property
+    def public(self) -> bool:
+        """A tenant's blocks are nobody else's business, not even that they exist."""
+        return not self.salt
+
+    def stored(self) -> BlockStored:
+        return BlockStored(self.key, self.parent_key, np.frombuffer(self.tokens, dtype=np.int32).tolist())
 
 
 @dataclass(slots=True)
@@ -56,6 +66,7 @@ class PrefixIndex:
         self._hash = hash_function
         self._entries: list[_Entry | None] = [None] * (allocator.num_blocks + 1)
         self._serials = _ROOT_SERIAL
+        self._changes: list[CacheChange] | None = None  # None: nobody follows
 
     def start(self, salt: str) -> Chain:
         """An empty chain. The salt's length is part of what is hashed, so no salt can imitate another's tokens."""
@@ -87,12 +98,51 @@ class PrefixIndex:
             holder = self._allocator.publish(block, key)
             if holder == block:
                 self._serials += 1
-                self._entries[block] = _Entry(key, self._serials, chain.serial, tokens, chain.salt)
+                parent = chain.key if chain.blocks else None
+                added = _Entry(key, parent, self._serials, chain.serial, tokens, chain.salt)
+                self._entries[block] = added
+                if self._changes is not None and added.public:
+                    self._changes.append(added.stored())
             entry = self._entries[holder]
             if entry is None or not self._same(entry, key, chain, tokens):
                 chain.broken = True
                 return
             chain.blocks, chain.key, chain.serial = chain.blocks + 1, key, entry.serial
+
+    # -- for whoever follows the cache from outside --------------------------------------------------------------------
+
+    @property
+    def followed(self) -> bool:
+        return self._changes is not None
+
+    def handed_out(self, blocks: Sequence[int]) -> None:
+        """What these blocks held is gone, as they have a new owner: noted while somebody follows."""
+        if self._changes is None:
+            return
+        for block in blocks:
+            entry, self._entries[block] = self._entries[block], None
+            if entry is not None and entry.public and self._allocator.find(entry.key) < 0:
+                self._changes.append(BlockRemoved(entry.key))
+
+    def take_changes(self) -> list[CacheChange]:
+        """Since the last call, in order."""
+        if not self._changes:
+            return []
+        changes, self._changes = self._changes, []
+        return changes
+
+    def read(self, start: int, most: int) -> CachePiece:
+        """What there is in `most` places from the one numbered `start` on. From the first call on changes are noted, so
+        that pieces, and then every change since the first piece, give the whole."""
+        if self._changes is None:
+            self._changes = []
+        end = min(start + most, len(self._entries))
+        entries = [
+            entry
+            for block, entry in enumerate(self._entries[start:end], start)
+            if entry is not None and entry.public and self._allocator.find(entry.key) == block
+        ]
+        return CachePiece(start, [entry.stored() for entry in entries], end if end < len(self._entries) else None)
 
     def _tokens(self, token_ids: Sequence[int], index: int) -> bytes:
         begin = index * self._block_size

@@ -41,7 +41,7 @@ class Residency:
         self.tables = tables
         self.swap = swap
         self.cost = cost or PreemptionCost()
-        self._prefix_index = prefix_index
+        self.prefix_index = prefix_index
         self._checked = tables.allocator if isinstance(tables.allocator, CheckedBlockAllocator) else None
         self._moves = BlockMoves()
         self._sources: list[int] = []
@@ -107,6 +107,8 @@ class Residency:
         allocator.retain(row)
         if shared.copies_last(tables.block_size):
             source, [target] = row[-1], allocator.allocate(1)
+            if self._followed is not None:
+                self._followed.handed_out([target])
             self._moves.copies.append((source, target))
             self._sources.append(source)
             row[-1] = target
@@ -124,6 +126,7 @@ class Residency:
             tables.lengths[slot] = len(row)
         if tables.grow([slot], [sequence.num_tokens]) != 1:
             raise EngineError("admission counted blocks that are not there")
+        self._note_handed_out(slot, len(row or ()), int(tables.lengths[slot]))
         sequence.capacity = int(tables.lengths[slot]) * tables.block_size
         return slot
 
@@ -152,9 +155,9 @@ class Residency:
     def _cached(self, sequence: Sequence, num_tokens: int) -> tuple[list[int], Chain | None]:
         """What the prefix cache holds of the first `num_tokens` tokens."""
         request = sequence.group.request
-        if self._prefix_index is None or request.cache_bypass:
+        if self.prefix_index is None or request.cache_bypass:
             return [], None
-        return self._prefix_index.match(sequence.token_ids[:num_tokens], request.cache_salt)
+        return self.prefix_index.match(sequence.token_ids[:num_tokens], request.cache_salt)
 
     def _sibling(self, sequence: Sequence) -> Sequence | None:
         """A candidate of the same request that has the whole prompt in its blocks."""
@@ -177,17 +180,28 @@ class Residency:
         size = self.tables.block_size
         served = self.tables.grow([e.slot for e in needy], [e.start + e.count for e in needy])
         for entry in needy[:served]:
-            entry.sequence.capacity = -(-(entry.start + entry.count) // size) * size
+            sequence = entry.sequence
+            before, sequence.capacity = sequence.capacity, -(-(entry.start + entry.count) // size) * size
+            self._note_handed_out(entry.slot, before // size, sequence.capacity // size)
         return served == len(needy)
+
+    @property
+    def _followed(self) -> PrefixIndex | None:
+        """The prefix index, if somebody wants to know what becomes of its blocks."""
+        return self.prefix_index if self.prefix_index is not None and self.prefix_index.followed else None
+
+    def _note_handed_out(self, slot: int, begin: int, end: int) -> None:
+        if self._followed is not None:
+            self._followed.handed_out(self.tables.rows[slot, begin:end].tolist())
 
     def publish(self, sequence: Sequence, num_committed: int) -> None:
         """Makes the blocks behind the first `num_committed` tokens, whose K and V are known to be good, findable."""
-        if self._prefix_index is None or sequence.chain is None or sequence.slot == NO_SLOT:
+        if self.prefix_index is None or sequence.chain is None or sequence.slot == NO_SLOT:
             return
         full = num_committed // self.tables.block_size
         if full > sequence.chain.blocks:
             blocks = self.tables.rows[sequence.slot, :full].tolist()
-            self._prefix_index.publish(sequence.chain, sequence.token_ids, blocks)
+            self.prefix_index.publish(sequence.chain, sequence.token_ids, blocks)
 
     def release(self, sequence: Sequence) -> None:
         """Gives back whatever the sequence holds, in host memory too."""

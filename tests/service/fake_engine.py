@@ -13,6 +13,9 @@ from dataclasses import dataclass, field
 
 from engine import (
     Admitted,
+    BlockStored,
+    CacheChange,
+    CachePiece,
     CandidateFinish,
     EngineDiedError,
     EngineInfo,
@@ -33,6 +36,7 @@ from engine import (
 )
 
 BLOCK_SIZE = 16
+CACHE_PIECE = 3  # blocks of the prefix cache that one read gives
 HEARTBEAT_SECONDS = 0.05
 
 
@@ -126,6 +130,8 @@ class FakeEngineClient:
         self._state = state
         self._live: dict[str, FakeRequest] = {}
         self._listeners: list[Callable[[EngineStats, EngineState], None]] = []
+        self.cache: dict[int, BlockStored] = {}
+        self._cache_listeners: list[Callable[[Sequence[CacheChange]], None]] = []
         self._step = 0
         self._generated = 0
         self._finished = 0
@@ -201,6 +207,17 @@ class FakeEngineClient:
     def on_stats(self, listener: Callable[[EngineStats, EngineState], None]) -> None:
         self._listeners.append(listener)
 
+    async def read_cache(self, start: int) -> CachePiece:
+        if self._state is not EngineState.READY:
+            raise EngineDiedError(f"engine is {self._state}")
+        await asyncio.sleep(0)
+        places = list(self.cache.values())
+        end = start + CACHE_PIECE
+        return CachePiece(start, places[start:end], end if end < len(places) else None)
+
+    def on_cache_changes(self, listener: Callable[[Sequence[CacheChange]], None]) -> None:
+        self._cache_listeners.append(listener)
+
     async def stop(self) -> None:
         if self._task is not None:
             self._task.cancel()
@@ -221,6 +238,16 @@ class FakeEngineClient:
     def hang(self) -> None:
         """No step and no heartbeat from now on."""
         self._hung = True
+
+    def change_cache(self, *changes: CacheChange) -> None:
+        """What one step stores and evicts."""
+        for change in changes:
+            if isinstance(change, BlockStored):
+                self.cache[change.hash] = change
+            else:
+                del self.cache[change.hash]
+        for listener in self._cache_listeners:
+            listener(changes)
 
     def recover(self) -> None:
         self._hung = False

@@ -139,12 +139,6 @@ async def test_dead_engine_shows_as_failed(served: Running) -> None:
     assert (capacity.state, capacity.accepting) == (pb.REPLICA_STATE_FAILED, False)
 
 
-async def test_cache_events_are_unimplemented(served: Running) -> None:
-    with pytest.raises(aio.AioRpcError) as error:
-        await served.capacity.WatchCacheEvents(pb.WatchCacheEventsRequest(), timeout=5).read()
-    assert error_status(error.value).code is grpc.StatusCode.UNIMPLEMENTED
-
-
 def test_states_have_the_public_values() -> None:
     assert {state.name: state.value for state in ReplicaState} == {
         name.removeprefix("REPLICA_STATE_"): number for name, number in pb.ReplicaState.items() if number

@@ -300,7 +300,7 @@ class WatchCacheEventsRequest(_message.Message):
     START_SEQUENCE_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     start_sequence: _builtins.int
-    """0: a full snapshot, then changes."""
+    """The first change to send: one more than the last sequence received. 0: a full snapshot, then changes."""
     def __init__(
         self,
         *,
@@ -323,12 +323,20 @@ class WatchCacheEventsResponse(_message.Message):
     SEQUENCE_FIELD_NUMBER: _builtins.int
     EVENTS_FIELD_NUMBER: _builtins.int
     SNAPSHOT_FIELD_NUMBER: _builtins.int
+    SNAPSHOT_END_FIELD_NUMBER: _builtins.int
     instance_id: _builtins.str
     sequence: _builtins.int
+    """Of the last change in it; changes are numbered from 1 within an instance. In a snapshot: that of the newest change
+    when the snapshot began; the changes behind it follow the snapshot.
+    """
     snapshot: _builtins.bool
-    """Part of the first snapshot."""
+    """Part of the first snapshot, whose first event is `cleared`."""
+    snapshot_end: _builtins.bool
+    """The snapshot is complete."""
     @_builtins.property
-    def events(self) -> _containers.RepeatedCompositeFieldContainer[Global___CacheEvent]: ...
+    def events(self) -> _containers.RepeatedCompositeFieldContainer[Global___CacheEvent]:
+        """To be applied in order. A block may be stored that is known, and removed that is not."""
+
     def __init__(
         self,
         *,
@@ -336,10 +344,11 @@ class WatchCacheEventsResponse(_message.Message):
         sequence: _builtins.int = ...,
         events: _abc.Iterable[Global___CacheEvent] | None = ...,
         snapshot: _builtins.bool = ...,
+        snapshot_end: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["events", b"events", "instance_id", b"instance_id", "sequence", b"sequence", "snapshot", b"snapshot"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["events", b"events", "instance_id", b"instance_id", "sequence", b"sequence", "snapshot", b"snapshot", "snapshot_end", b"snapshot_end"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -377,12 +386,14 @@ Global___CacheEvent: _TypeAlias = CacheEvent  # noqa: Y015
 
 @_typing.final
 class BlocksStored(_message.Message):
+    """Blocks that follow one another: each is the parent of the next."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     PARENT_HASH_FIELD_NUMBER: _builtins.int
     BLOCKS_FIELD_NUMBER: _builtins.int
     parent_hash: _builtins.int
-    """Absent for a first block."""
+    """Of the first of them. Absent for a prompt's first block."""
     @_builtins.property
     def blocks(self) -> _containers.RepeatedCompositeFieldContainer[Global___CacheBlock]: ...
     def __init__(
@@ -408,6 +419,7 @@ class CacheBlock(_message.Message):
     HASH_FIELD_NUMBER: _builtins.int
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     hash: _builtins.int
+    """Of the block's tokens and all before them, within an instance. Opaque."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     def __init__(

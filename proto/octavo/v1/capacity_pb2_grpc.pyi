@@ -37,7 +37,10 @@ class CapacityServiceStub:
     WatchCapacity: _grpc.UnaryStreamMultiCallable[_capacity_pb2.WatchCapacityRequest, _capacity_pb2.WatchCapacityResponse]
     """A snapshot at once, then after changes; the newest state wins, none is queued."""
     WatchCacheEvents: _grpc.UnaryStreamMultiCallable[_capacity_pb2.WatchCacheEventsRequest, _capacity_pb2.WatchCacheEventsResponse]
-    """Prefix-cache changes, for cache-aware routers. OUT_OF_RANGE: resubscribe from 0."""
+    """Prefix-cache changes, for cache-aware routers. OUT_OF_RANGE: changes were lost (the watcher was too slow, or the
+    engine is another one): resubscribe from 0. Blocks of requests with a cache salt are not told of. Where tokens are
+    asked for, needs one with the right "admin", since token ids are what others have sent.
+    """
 
 @_typing.type_check_only
 class CapacityServiceAsyncStub(CapacityServiceStub):
@@ -48,7 +51,10 @@ class CapacityServiceAsyncStub(CapacityServiceStub):
     WatchCapacity: _aio.UnaryStreamMultiCallable[_capacity_pb2.WatchCapacityRequest, _capacity_pb2.WatchCapacityResponse]  # type: ignore[assignment]
     """A snapshot at once, then after changes; the newest state wins, none is queued."""
     WatchCacheEvents: _aio.UnaryStreamMultiCallable[_capacity_pb2.WatchCacheEventsRequest, _capacity_pb2.WatchCacheEventsResponse]  # type: ignore[assignment]
-    """Prefix-cache changes, for cache-aware routers. OUT_OF_RANGE: resubscribe from 0."""
+    """Prefix-cache changes, for cache-aware routers. OUT_OF_RANGE: changes were lost (the watcher was too slow, or the
+    engine is another one): resubscribe from 0. Blocks of requests with a cache salt are not told of. Where tokens are
+    asked for, needs one with the right "admin", since token ids are what others have sent.
+    """
 
 class CapacityServiceServicer(metaclass=_abc_1.ABCMeta):
     """What this replica can take, for orchestrators and routers."""
@@ -74,6 +80,9 @@ class CapacityServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _capacity_pb2.WatchCacheEventsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_capacity_pb2.WatchCacheEventsResponse], _abc.AsyncIterator[_capacity_pb2.WatchCacheEventsResponse]]:
-        """Prefix-cache changes, for cache-aware routers. OUT_OF_RANGE: resubscribe from 0."""
+        """Prefix-cache changes, for cache-aware routers. OUT_OF_RANGE: changes were lost (the watcher was too slow, or the
+        engine is another one): resubscribe from 0. Blocks of requests with a cache salt are not told of. Where tokens are
+        asked for, needs one with the right "admin", since token ids are what others have sent.
+        """
 
 def add_CapacityServiceServicer_to_server(servicer: CapacityServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
