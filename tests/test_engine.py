@@ -58,6 +58,7 @@ def random_requests(count: int, seed: int, sampling: SamplingParameters = GREEDY
         ("qwen2", {}),
         ("qwen3", {"head_dim": 24}),
         ("mistral", {}),
+        ("phi3", {}),
     ],
 )
 def test_greedy_tokens_equal_transformers(tmp_path: Path, family: str, overrides: dict[str, object]) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import torch
 
 from engine.model.spec import ModelSpec
-from engine.model.weight_plan import HUGGING_FACE, Naming, head_piece, plan_weights
+from engine.model.weight_plan import Naming, head_piece, naming_of, plan_weights
 
 # Keeps activations of any depth finite, and logits far enough apart for a clear argmax.
 _STANDARD_DEVIATION = 0.02
@@ -19,14 +19,15 @@ class DummySource:
 
     def __init__(self, spec: ModelSpec, seed: int) -> None:
         self._seed = seed
-        pieces = [piece for item in plan_weights(spec, HUGGING_FACE) for piece in item.pieces]
+        self._naming = naming_of(spec)
+        pieces = [piece for item in plan_weights(spec, self._naming) for piece in item.pieces]
         if not spec.tied_embeddings:
-            pieces.append(head_piece(spec, HUGGING_FACE))
+            pieces.append(head_piece(spec, self._naming))
         self._shapes = {piece.name: piece.shape for piece in pieces}
 
     @property
     def naming(self) -> Naming:
-        return HUGGING_FACE
+        return self._naming
 
     @property
     def label(self) -> str:

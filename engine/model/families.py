@@ -17,7 +17,7 @@ from engine.model.json_file import read_json
 from engine.model.spec import ModelSpec, RopeSpec
 
 Config = Mapping[str, Any]
-ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
+ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 _DTYPES = ("float32", "float16", "bfloat16")
 
 
@@ -30,6 +30,8 @@ class Family:
     o_bias: bool | None = None
     mlp_bias: bool | None = None  # None: what `mlp_bias` says
     qk_norm: bool = False
+    fused: bool = False  # see ModelSpec.fused_checkpoint
+    rope_names: Mapping[str, str] = field(default_factory=dict)  # other names of rope kinds
     defaults: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -51,6 +53,21 @@ FAMILIES = {
     ),
     "qwen2": Family("Qwen2ForCausalLM", qkv_bias=True, o_bias=False, mlp_bias=False, defaults=_QWEN),
     "qwen3": Family("Qwen3ForCausalLM", mlp_bias=False, qk_norm=True, defaults={**_QWEN, "head_dim": 128}),
+    "phi3": Family(
+        "Phi3ForCausalLM",
+        qkv_bias=False,
+        o_bias=False,
+        mlp_bias=False,
+        fused=True,
+        rope_names={"su": "longrope", "yarn": "longrope"},
+        defaults={
+            "max_position_embeddings": 4096,
+            "original_max_position_embeddings": 4096,
+            "rms_norm_eps": 1e-5,
+            "bos_token_id": 1,
+            "eos_token_id": 32000,
+        },
+    ),
     "smollm3": Family(
         "SmolLM3ForCausalLM",
         defaults={
@@ -103,7 +120,7 @@ def spec_from_config(config: Config, generation: Config | None = None) -> ModelS
         head_dim=head_dim,
         intermediate_size=view.positive("intermediate_size"),
         norm_eps=view.number("rms_norm_eps"),
-        rope=_rope_from_config(view, head_dim, max_positions),
+        rope=_rope_from_config(view, family, head_dim, max_positions),
         max_positions=max_positions,
         tied_embeddings=view.flag("tie_word_embeddings"),
         qkv_bias=attention_bias if family.qkv_bias is None else family.qkv_bias,
@@ -115,6 +132,7 @@ def spec_from_config(config: Config, generation: Config | None = None) -> ModelS
         bos_token_id=view.get("bos_token_id"),
         eos_token_ids=_end_tokens(view, generation or {}),
         dtype=_dtype_of(config),
+        fused_checkpoint=family.fused,
     )
 
 
@@ -204,7 +222,7 @@ def _end_tokens(view: _View, generation: Config) -> tuple[int, ...]:
 def _window(view: _View, family: Family, layers: int, max_positions: int) -> int | None:
     """The sliding window if any layer has one that is shorter than the context."""
     window = view.get("sliding_window")
-    if family.architecture == "MistralForCausalLM":
+    if family.architecture in ("MistralForCausalLM", "Phi3ForCausalLM"):
         active = window is not None
     elif family.architecture == "LlamaForCausalLM":
         active = False
@@ -236,7 +254,7 @@ def _nope_layers(config: Config, family: Family, layers: int) -> frozenset[int]:
     return frozenset(layer for layer in range(layers) if not flags[layer])
 
 
-def _rope_from_config(view: _View, head_dim: int, max_positions: int) -> RopeSpec:
+def _rope_from_config(view: _View, family: Family, head_dim: int, max_positions: int) -> RopeSpec:
     parameters = view.get("rope_scaling") or view.get("rope_parameters") or {}
     if not isinstance(parameters, dict):
         raise ConfigurationError(f"rope_scaling must be an object, not {parameters!r}")
@@ -245,6 +263,7 @@ def _rope_from_config(view: _View, head_dim: int, max_positions: int) -> RopeSpe
             raise ConfigurationError(f"rope_parameters differ by layer type ({', '.join(parameters)}): not supported")
         parameters = parameters["full_attention"]
     kind = parameters.get("rope_type") or parameters.get("type") or "default"
+    kind = family.rope_names.get(kind, kind)
     if kind not in ROPE_KINDS:
         raise ConfigurationError(f"unknown rope type {kind!r}; supported: {', '.join(ROPE_KINDS)}")
     partial = parameters.get("partial_rotary_factor", view.get("partial_rotary_factor", 1.0))
@@ -270,7 +289,7 @@ def _scaled_rope(
             raise ConfigurationError(f"rope type {kind} needs {key}")
         return _number(key, default if value is None else value)
 
-    factor = _positive("factor", number("factor", max_positions / original if kind == "yarn" else None))
+    factor = _positive("factor", number("factor", max_positions / original if kind in ("yarn", "longrope") else None))
     attention_factor = parameters.get("attention_factor")
     return RopeSpec(
         theta=theta,
@@ -286,7 +305,16 @@ def _scaled_rope(
         mscale=number("mscale", 0.0),
         mscale_all_dim=number("mscale_all_dim", 0.0),
         truncate=bool(parameters.get("truncate", True)),
+        short_factors=_factors("short_factor", parameters, rotary_dim) if kind == "longrope" else (),
+        long_factors=_factors("long_factor", parameters, rotary_dim) if kind == "longrope" else (),
     )
+
+
+def _factors(key: str, parameters: Config, rotary_dim: int) -> tuple[float, ...]:
+    values = parameters.get(key)
+    if not isinstance(values, list) or len(values) != rotary_dim // 2:
+        raise ConfigurationError(f"rope type longrope needs {key}: a list of {rotary_dim // 2} numbers")
+    return tuple(_positive(key, value) for value in values)
 
 
 _GGUF_FAMILIES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}

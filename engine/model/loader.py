@@ -16,6 +16,7 @@ from engine.model.families import spec_from_directory, spec_from_gguf
 from engine.model.gguf_file import read_gguf
 from engine.model.source import ModelSource, SourceKind, resolve
 from engine.model.spec import ModelSpec
+from engine.model.weight_plan import naming_of
 from engine.model.weights import SafetensorsSource
 from engine.text.tokenizer import Tokenizer
 
@@ -48,6 +49,8 @@ def load_model(config: EngineConfig, device: torch.device, report: Callable[[str
     report(f"loading {source.name}")
     spec, tensors = _open(source, config)
     max_model_len = context_length(spec, config.max_model_len)
+    if spec.rope.kind == "longrope":
+        report(f"longrope: {'long' if max_model_len > spec.default_context else 'short'} factors, for every request")
     dtype = resolve_dtype(config.dtype, device)
     check_device(spec, device, dtype, config.block_size)
     weights = assemble(spec, tensors, device, dtype, _tenths(report))
@@ -117,8 +120,8 @@ def check_device(spec: ModelSpec, device: torch.device, dtype: torch.dtype, bloc
 
 
 def context_length(spec: ModelSpec, asked: int | None) -> int:
-    """The context to serve: what was asked for if the model allows it, else what the model's author promises."""
-    length = spec.max_positions if asked is None else asked
+    """The context to serve: what was asked for, if the model allows it."""
+    length = spec.default_context if asked is None else asked
     if length < 1 or length > spec.position_limit:
         raise ConfigurationError(f"max_model_len {length} is not in 1..{spec.position_limit}, the model's limit")
     if spec.attention_window is not None and length > spec.attention_window:
@@ -137,7 +140,7 @@ def _open(source: ModelSource, config: EngineConfig) -> tuple[ModelSpec, TensorS
     spec = spec_from_directory(source.path)
     if config.load_format is LoadFormat.DUMMY:
         return spec, DummySource(spec, config.seed)
-    return spec, SafetensorsSource(source.path)
+    return spec, SafetensorsSource(source.path, naming_of(spec))
 
 
 def _open_gguf(source: ModelSource, config: EngineConfig) -> tuple[ModelSpec, TensorSource]:

@@ -28,7 +28,8 @@ def identity_table(rope: RopeSpec, max_positions: int, device: torch.device | st
 
 
 def inverse_frequencies(rope: RopeSpec, max_positions: int) -> tuple[torch.Tensor, float]:
-    """Radians per position of each pair, fp32 [rotary_dim/2], and the factor on cosines and sines."""
+    """Radians per position of each pair, fp32 [rotary_dim/2], and the factor on cosines and sines. max_positions: the
+    context served, by which dynamic and longrope scale every position of it."""
     theta = _dynamic_theta(rope, max_positions) if rope.kind == "dynamic" else rope.theta
     exponents = torch.arange(0, rope.rotary_dim, 2, dtype=torch.float32) / rope.rotary_dim
     frequencies = 1.0 / (theta**exponents)
@@ -39,6 +40,10 @@ def inverse_frequencies(rope: RopeSpec, max_positions: int) -> tuple[torch.Tenso
         frequencies = _llama3(frequencies, rope)
     elif rope.kind == "yarn":
         frequencies, scale = _yarn(theta**exponents, rope), _yarn_scale(rope)
+    elif rope.kind == "longrope":
+        long = max_positions > rope.original_max_positions
+        factors = torch.tensor(rope.long_factors if long else rope.short_factors, dtype=torch.float32)
+        frequencies, scale = 1.0 / (factors * theta**exponents), _longrope_scale(rope)
     if rope.divisors:
         frequencies = frequencies / _divisors(rope, len(frequencies))
     return frequencies, scale
@@ -102,3 +107,9 @@ def _yarn_scale(rope: RopeSpec) -> float:
     if rope.mscale and rope.mscale_all_dim:
         return magnitude(rope.mscale) / magnitude(rope.mscale_all_dim)
     return magnitude(1.0)
+
+
+def _longrope_scale(rope: RopeSpec) -> float:
+    if rope.attention_factor is not None:
+        return rope.attention_factor
+    return 1.0 if rope.factor <= 1 else math.sqrt(1 + math.log(rope.factor) / math.log(rope.original_max_positions))

@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 @dataclass(frozen=True)
 class RopeSpec:
     """Rotary embedding: `rotary_dim` of each head's dimensions turn at frequencies theta^(-2i/rotary_dim), scaled by
-    `kind` ("default", "linear", "dynamic", "llama3", "yarn"). `original_max_positions` is the length before scaling.
-    `divisors` (one a frequency, from GGUF) divide the frequencies after that."""
+    `kind` ("default", "linear", "dynamic", "llama3", "yarn", "longrope"). `original_max_positions` is the length before
+    scaling. `divisors` (one a frequency, from GGUF) divide the frequencies after that. `short_factors` and
+    `long_factors` are longrope's divisors, one a frequency, of contexts within the original length and beyond it."""
 
     theta: float
     rotary_dim: int
@@ -25,6 +26,8 @@ class RopeSpec:
     mscale_all_dim: float = 0.0
     truncate: bool = True
     divisors: tuple[float, ...] = ()
+    short_factors: tuple[float, ...] = ()
+    long_factors: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -33,7 +36,8 @@ class ModelSpec:
 
     Biases say which projections add one; `qk_norm` is an RMSNorm over head_dim of queries and keys before RoPE.
     `attention_window`: a token sees at most this many tokens, itself included; None: all before it.
-    `nope_layers`: layers without RoPE. `dtype`: what the checkpoint was saved in.
+    `nope_layers`: layers without RoPE. `dtype`: what the checkpoint was saved in. `fused_checkpoint`: it keeps a
+    layer's q, k and v in one matrix, and gate and up in another.
     """
 
     architecture: str
@@ -57,6 +61,7 @@ class ModelSpec:
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     dtype: str = "bfloat16"
+    fused_checkpoint: bool = False
 
     @property
     def q_size(self) -> int:
@@ -74,6 +79,14 @@ class ModelSpec:
     def kv_elements_per_token(self) -> int:
         """Numbers that one token adds to the KV pool, over all layers."""
         return 2 * self.num_layers * self.kv_size
+
+    @property
+    def default_context(self) -> int:
+        """The context to serve where nobody asks for another. Longrope rotates short contexts otherwise than long ones,
+        so it is the original length: there every token is what the model was trained to give."""
+        if self.rope.kind == "longrope":
+            return min(self.max_positions, self.rope.original_max_positions)
+        return self.max_positions
 
     @property
     def position_limit(self) -> int:

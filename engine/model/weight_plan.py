@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from engine.model.spec import ModelSpec
 
@@ -29,7 +29,7 @@ class Parameter:
 @dataclass(frozen=True)
 class Naming:
     """A checkpoint format's names. `layer` is a prefix with {layer}; the others are stems to which .weight or .bias is
-    added."""
+    added. Where `stems` has "qkv" or "gate_up", their parts lie in one tensor."""
 
     embedding: str
     final_norm: str
@@ -60,6 +60,9 @@ HUGGING_FACE = Naming(
         "down": "mlp.down_proj",
     },
 )
+FUSED_HUGGING_FACE = replace(
+    HUGGING_FACE, stems={**HUGGING_FACE.stems, "qkv": "self_attn.qkv_proj", "gate_up": "mlp.gate_up_proj"}
+)
 GGUF = Naming(
     embedding="token_embd.weight",
     final_norm="output_norm.weight",
@@ -79,6 +82,11 @@ GGUF = Naming(
         "down": "ffn_down",
     },
 )
+
+
+def naming_of(spec: ModelSpec) -> Naming:
+    """Of the model's Hugging Face checkpoint."""
+    return FUSED_HUGGING_FACE if spec.fused_checkpoint else HUGGING_FACE
 
 
 def plan_weights(spec: ModelSpec, naming: Naming) -> list[Parameter]:
@@ -113,7 +121,11 @@ def _plan_layer(spec: ModelSpec, naming: Naming, layer: int) -> list[Parameter]:
     qkv = [("q", spec.q_size), ("k", spec.kv_size), ("v", spec.kv_size)]
     gate_up = [("gate", inter), ("up", inter)]
 
-    def stacked(name: str, parts: list[tuple[str, int]], suffix: str, columns: tuple[int, ...]) -> Parameter:
+    def stacked(
+        name: str, whole: str, parts: list[tuple[str, int]], suffix: str, columns: tuple[int, ...]
+    ) -> Parameter:
+        if whole in naming.stems:
+            parts = [(whole, sum(rows for _, rows in parts))]
         return _stacked(layer, name, [(naming.of(layer, part, suffix), rows) for part, rows in parts], columns)
 
     def single(name: str, part: str, suffix: str, shape: tuple[int, ...]) -> Parameter:
@@ -121,18 +133,21 @@ def _plan_layer(spec: ModelSpec, naming: Naming, layer: int) -> list[Parameter]:
 
     plan = [
         single("input_norm", "input_norm", "weight", (hidden,)),
-        stacked("qkv", qkv, "weight", (hidden,)),
+        stacked("qkv", "qkv", qkv, "weight", (hidden,)),
         single("o", "o", "weight", (hidden, spec.q_size)),
         single("post_norm", "post_norm", "weight", (hidden,)),
-        stacked("gate_up", gate_up, "weight", (hidden,)),
+        stacked("gate_up", "gate_up", gate_up, "weight", (hidden,)),
         single("down", "down", "weight", (hidden, inter)),
     ]
     if spec.qk_norm:
         plan += [single(name, name, "weight", (spec.head_dim,)) for name in ("q_norm", "k_norm")]
     if spec.qkv_bias:
-        plan.append(stacked("qkv_bias", qkv, "bias", ()))
+        plan.append(stacked("qkv_bias", "qkv", qkv, "bias", ()))
     if spec.o_bias:
         plan.append(single("o_bias", "o", "bias", (hidden,)))
     if spec.mlp_bias:
-        plan += [stacked("gate_up_bias", gate_up, "bias", ()), single("down_bias", "down", "bias", (hidden,))]
+        plan += [
+            stacked("gate_up_bias", "gate_up", gate_up, "bias", ()),
+            single("down_bias", "down", "bias", (hidden,)),
+        ]
     return plan

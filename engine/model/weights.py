@@ -110,8 +110,9 @@ class SafetensorsFile:
 class SafetensorsSource:
     """A `TensorSource` over all the shards of a directory."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, naming: Naming = HUGGING_FACE) -> None:
         self._directory = directory
+        self._naming = naming
         self._file_of: dict[str, SafetensorsFile] = {}
         for file in self._open(directory):
             for name in file.tensors:
@@ -121,7 +122,7 @@ class SafetensorsSource:
 
     @property
     def naming(self) -> Naming:
-        return HUGGING_FACE
+        return self._naming
 
     @property
     def label(self) -> str:

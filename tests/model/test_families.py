@@ -32,7 +32,7 @@ def spec(**changes: Any) -> ModelSpec:
     return spec_from_config({**BASE, **changes})
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "smollm3"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "phi3", "smollm3"])
 def test_absent_keys_mean_what_transformers_makes_of_them(family: str) -> None:
     """A minimal config.json, and the one that transformers writes out in full, give one spec."""
     shape = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 32}
@@ -62,6 +62,15 @@ def test_absent_keys_mean_what_transformers_makes_of_them(family: str) -> None:
         ({"partial_rotary_factor": 1.5}, "partial_rotary_factor 1.5 of head_dim 16 rotates 24"),
         ({"partial_rotary_factor": 0.2}, "rotates 3"),
         ({"rope_parameters": {"full_attention": {}, "sliding_attention": {}}}, "differ by layer type"),
+        ({"rope_scaling": {"type": "longrope", "long_factor": [1.0] * 8}}, "longrope needs short_factor: a list of 8"),
+        (
+            {"rope_scaling": {"type": "longrope", "short_factor": [1.0] * 8, "long_factor": [1.0] * 7}},
+            "longrope needs long_factor: a list of 8 numbers",
+        ),
+        (
+            {"rope_scaling": {"type": "longrope", "short_factor": [0.0] * 8, "long_factor": [1.0] * 8}},
+            "short_factor must be above 0",
+        ),
     ],
 )
 def test_refusals_name_the_field(changes: dict[str, Any], cause: str) -> None:
@@ -89,6 +98,8 @@ def test_the_file_is_named(tmp_path: Path) -> None:
         ({"architectures": ["MistralForCausalLM"], "sliding_window": None}, None),
         ({"architectures": ["MistralForCausalLM"], "sliding_window": 16}, 16),
         ({"architectures": ["LlamaForCausalLM"], "sliding_window": 16}, None),
+        ({"architectures": ["Phi3ForCausalLM"], "sliding_window": 16}, 16),
+        ({"architectures": ["Phi3ForCausalLM"]}, None),
     ],
 )
 def test_sliding_window(changes: dict[str, Any], window: int | None) -> None:

@@ -12,6 +12,7 @@ import transformers
 
 from engine.config import EngineConfig
 from engine.model.decoder import Decoder
+from engine.model.families import spec_from_config
 from engine.model.loader import load_model
 from tests.model.paged_loop import greedy, prompt_logits
 from tests.model.tiny import VOCABULARY, write_tiny_model
@@ -26,6 +27,13 @@ LLAMA3 = {
     "original_max_position_embeddings": 32,
 }
 YARN = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 16}
+# original_max_position_embeddings lies beside the scaling; the prompt and what follows are within it, or all beyond.
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10_000.0,
+    "short_factor": [1.0 + 0.1 * pair for pair in range(8)],
+    "long_factor": [1.5 + 2.0 * pair for pair in range(8)],
+}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "llama-tied": ("llama", {"tie_word_embeddings": True}),
@@ -47,6 +55,14 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-biases": ("qwen3", {"attention_bias": True}),
     "mistral": ("mistral", {}),
     "mistral-head-dim": ("mistral", {"head_dim": 24}),
+    "phi3": ("phi3", {}),
+    "phi3-tied": ("phi3", {"tie_word_embeddings": True}),
+    "phi3-multi-head": ("phi3", {"num_key_value_heads": 4}),
+    "phi3-longrope-short": ("phi3", {"rope_parameters": LONGROPE, "original_max_position_embeddings": 128}),
+    "phi3-partial-rotary": (
+        "phi3",
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+    ),
     "smollm3": ("smollm3", {}),
     "smollm3-tied": ("smollm3", {"tie_word_embeddings": True, "attention_bias": True}),
 }
@@ -116,6 +132,34 @@ def test_old_config_layout(kind: str, old_key: str, tmp_path: Path) -> None:
     config |= {"rope_theta": 5000.0, "rope_scaling": {old_key: kind, **scaling}, "torch_dtype": config.pop("dtype")}
     (path / "config.json").write_text(json.dumps(config))
     assert_equal_to_hugging_face(path)
+
+
+@pytest.mark.parametrize("asked", [None, 512])
+def test_longrope_by_the_context_served(asked: int | None, tmp_path: Path) -> None:
+    """Within the original length by default; where more is asked for, the long factors hold for every position, as
+    transformers has it for texts beyond the original length."""
+    scaling = {"rope_parameters": LONGROPE, "original_max_position_embeddings": 64}
+    path = write_tiny_model(tmp_path / "m", "phi3", **scaling)
+    model, loaded = hf_model(path), load_model(EngineConfig(model=str(path), max_model_len=asked), torch.device("cpu"))
+    assert loaded.max_model_len == (asked or 64)
+    prompt = (PROMPT * 3)[: 100 if asked else 60]
+    torch.testing.assert_close(prompt_logits(loaded.decoder, prompt, 50), hf_logits(model, prompt), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("kind", ["su", "yarn", "longrope"])
+def test_phi3_files_as_they_were_first_published(kind: str, tmp_path: Path) -> None:
+    path = write_tiny_model(tmp_path / "m", "phi3", original_max_position_embeddings=128, rope_parameters=LONGROPE)
+    config = json.loads((path / "config.json").read_text())
+    del config["rope_parameters"]
+    scaling = {key: value for key, value in LONGROPE.items() if key.endswith("_factor")}
+    config |= {"rope_theta": 10_000.0, "rope_scaling": {"type": kind, **scaling}, "sliding_window": 262144}
+    config |= {"auto_map": {"AutoConfig": "configuration_phi3.Phi3Config"}, "torch_dtype": config.pop("dtype")}
+    (path / "config.json").write_text(json.dumps(config))
+    if kind == "su":  # transformers 5.17 fails on the name that it means to translate
+        expected = config | {"rope_scaling": {"type": "longrope", **scaling}}
+        assert spec_from_config(config) == spec_from_config(expected)
+    else:
+        assert_equal_to_hugging_face(path)
 
 
 def test_sharded_files(tmp_path: Path) -> None:

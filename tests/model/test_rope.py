@@ -91,6 +91,21 @@ def test_dynamic_beyond_the_original_length_is_that_of_the_longest_sequence() ->
     torch.testing.assert_close(table[POSITIONS], reference(config, seq_len=65536), atol=1e-6, rtol=0)
 
 
+@pytest.mark.parametrize("attention", [{}, {"factor": 4.0}, {"attention_factor": 1.19}])
+@pytest.mark.parametrize("context", [8192, 8193, 65536])
+def test_longrope_takes_its_factors_by_the_context(context: int, attention: dict[str, float]) -> None:
+    """The short ones as far as the original length, the long ones for every position of a longer context."""
+    short, long = ([1.0 + slope * pair for pair in range(32)] for slope in (0.05, 1.7))
+    scaling = {"kind": "longrope", "short_factor": short, "long_factor": long, **attention}
+    config = config_of({**scaling, "original_max_position_embeddings": 8192})
+    spec = spec_from_config(config)
+    assert (spec.default_context, spec.max_positions, spec.position_limit) == (8192, 65536, 65536)
+    within = context > POSITIONS
+    table = cos_sin_table(spec.rope, context)
+    expected = reference(config, seq_len=context)[within]
+    torch.testing.assert_close(table[POSITIONS[within]], expected, atol=1e-6, rtol=0)
+
+
 def test_original_length_beside_the_scaling_wins() -> None:
     config = config_of({"kind": "yarn", "factor": 8.0}, original_max_position_embeddings=8192)
     table = cos_sin_table(spec_from_config(config).rope, 65536)
@@ -109,7 +124,7 @@ def test_identity_rotates_nothing() -> None:
     assert torch.equal(table, torch.cat((torch.ones(5, 32), torch.zeros(5, 32)), dim=1))
 
 
-@pytest.mark.parametrize("kind", ["longrope", "su", "mrope", "Llama3"])
+@pytest.mark.parametrize("kind", ["su", "mrope", "Llama3"])
 def test_unknown_kind_is_refused(kind: str) -> None:
     with pytest.raises(ConfigurationError, match=f"unknown rope type '{kind}'"):
         spec_from_config(config_of({"kind": kind, "factor": 2.0}))

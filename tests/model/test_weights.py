@@ -104,6 +104,12 @@ class TestMissingAndUnused:
         edit_tensors(model, lambda tensors: tensors.pop(gone))
         assert refusal(model).endswith(f"missing tensors: {gone}")
 
+    @pytest.mark.parametrize("name", ["self_attn.qkv_proj", "mlp.gate_up_proj"])
+    def test_a_matrix_that_the_checkpoint_keeps_fused(self, tmp_path: Path, name: str) -> None:
+        path, gone = write_tiny_model(tmp_path / "m", "phi3"), f"model.layers.1.{name}.weight"
+        edit_tensors(path, lambda tensors: tensors.pop(gone))
+        assert refusal(path).endswith(f"missing tensors: {gone}")
+
     def test_missing_bias(self, tmp_path: Path) -> None:
         path = write_tiny_model(tmp_path / "m", "qwen2")
         edit_tensors(path, lambda tensors: tensors.pop("model.layers.1.self_attn.k_proj.bias"))
@@ -274,7 +280,9 @@ def test_odd_directory_names_and_symlinked_shards(name: str, tmp_path: Path) -> 
 
 
 class TestDummy:
-    def test_needs_nothing_but_a_config(self, model: Path) -> None:
+    @pytest.mark.parametrize("family", ["llama", "phi3"])
+    def test_needs_nothing_but_a_config(self, family: str, tmp_path: Path) -> None:
+        model = write_tiny_model(tmp_path / "m", family)
         for file in model.iterdir():
             if file.name != "config.json":
                 file.unlink()

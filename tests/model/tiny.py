@@ -31,6 +31,7 @@ _CONFIGS: dict[str, type[transformers.PretrainedConfig]] = {
     "qwen2": transformers.Qwen2Config,
     "qwen3": transformers.Qwen3Config,
     "mistral": transformers.MistralConfig,
+    "phi3": transformers.Phi3Config,
     "smollm3": transformers.SmolLM3Config,
 }
 _DEFAULTS: dict[str, dict[str, Any]] = {
@@ -38,6 +39,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "qwen2": {"use_sliding_window": False},
     "qwen3": {"head_dim": 16},
     "mistral": {"sliding_window": None},
+    "phi3": {"pad_token_id": None},
     "smollm3": {"tie_word_embeddings": False, "pad_token_id": None, "no_rope_layers": [1, 0]},
 }
 
