@@ -1,4 +1,4 @@
-"""`python -m loadtest`: map, faults, overhead, grade."""
+"""`python -m loadtest`: map, faults, overhead, grade, report, compare."""
 
 from __future__ import annotations
 
@@ -108,6 +108,19 @@ def grade(folder: Annotated[Path, typer.Argument(help="A result.")]) -> None:
 
     result = guarded(main)
     show(result, result.summary)
+
+
+@app.command()
+def report(folder: Annotated[Path, typer.Argument(help="A result.")]) -> None:
+    """Charts (plots/*.png with *.csv) and one page (report.html), written into the result's folder."""
+    from loadtest.report import write_report
+
+    try:
+        page = write_report(folder, say=lambda title: console.print(f"  {title}", highlight=False))
+    except ResultError as error:
+        typer.echo(f"loadtest: {error}", err=True)
+        raise typer.Exit(2) from None
+    console.print(f"page: {page}", highlight=False)
 
 
 def show(result: Result, summary: Summary) -> None:

@@ -1,0 +1,1 @@
+"""The pages' templates, style and script; `loadtest.page.render` puts them together."""

@@ -1,0 +1,267 @@
+"""`python -m loadtest report`: a result as one page to look at, its charts as PNG and their data as CSV beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from loadtest import classify
+from loadtest.headline import headline
+from loadtest.judge import SLO_SHARE
+from loadtest.page.render import render
+from loadtest.plots import axes
+from loadtest.plots.catalogue import figures
+from loadtest.plots.figure import Figure
+from loadtest.plots.table import csv_of
+from loadtest.quantity import NONE, number, quantile_of, seconds, share, size
+from loadtest.reading import Reading
+from loadtest.records import LevelClass, Run, RunKind, Verdict
+from loadtest.result import Result
+
+HERO = "03-offered-completed"
+RELATIONS = {"<=": "≤", ">=": "≥", "==": "="}
+KINDS = {RunKind.MAP: "map", RunKind.FAULTS: "fault matrix", RunKind.OVERHEAD: "overhead"}
+
+
+def write_report(folder: Path, say: Callable[[str], None] = lambda text: None) -> Path:
+    """Writes `plots/` and `report.html` into the result's folder. Returns the page. Raises ResultError."""
+    reading = Reading(Result.open(folder))
+    made = figures(reading)
+    write_plots(folder / "plots", made, say)
+    page = folder / "report.html"
+    page.write_text(page_of(reading, made), encoding="utf-8")
+    return page
+
+
+def write_plots(folder: Path, made: Sequence[Figure], say: Callable[[str], None] = lambda text: None) -> None:
+    """A PNG and a CSV for each figure."""
+    from loadtest.plots.png import draw  # matplotlib takes a second to import
+
+    folder.mkdir(exist_ok=True)
+    for figure in made:
+        say(figure.title)
+        draw(figure, folder / f"{figure.id}.png")
+        (folder / f"{figure.id}.csv").write_text(csv_of(figure), encoding="utf-8")
+
+
+def page_of(reading: Reading, made: Sequence[Figure]) -> str:
+    """The page's HTML."""
+    run = reading.run
+    by_id = {figure.id: figure for figure in made}
+    timelines = [figure for figure in made if figure.id.startswith("06-")]
+    overhead = [figure for figure in made if "-overhead-" in figure.id]
+    faults = by_id.get("10-faults")
+    apart = [by_id.get(HERO), faults, *timelines, *overhead]
+    context: dict[str, Any] = {
+        "title": f"Octavo load test: {KINDS[run.kind]} of {run.target.model or run.target.address}",
+        "kind": KINDS[run.kind],
+        "model": run.target.model or run.target.address,
+        "created": run.created.replace("T", " ").replace("Z", " UTC"),
+        "machine": run.fingerprint.gpus[0].name if run.fingerprint.gpus else run.fingerprint.cpu,
+        "headline": headline(reading),
+        "hero": by_id.get(HERO),
+        "scores": scores(reading),
+        "charts": [figure for figure in made if figure not in apart],
+        "timelines": _tabs(reading, timelines),
+        "levels": level_rows(reading),
+        "faults": faults,
+        "fault_cells": reading.faults,
+        "overhead": overhead,
+        "overhead_rows": sorted(reading.overhead, key=lambda row: row.offered),
+        "facts": facts(run),
+        "caveats": caveats(reading),
+        "method": method(run),
+    }
+    return render("report.html", made, sections=_sections(context), **context)
+
+
+def _sections(context: dict[str, Any]) -> list[dict[str, str]]:
+    """Those that the page has."""
+    names = (
+        ("scores", "scorecard", "Scorecard"),
+        ("charts", "charts", "Charts"),
+        ("timelines", "timelines", "Second by second"),
+        ("levels", "levels", "Levels"),
+        ("faults", "faults", "Faults"),
+        ("overhead_rows", "overhead", "Overhead"),
+        ("facts", "machine", "Machine"),
+        ("method", "method", "Method"),
+    )
+    return [{"id": anchor, "name": name} for key, anchor, name in names if context[key]]
+
+
+def _tabs(reading: Reading, timelines: Sequence[Figure]) -> list[dict[str, Any]]:
+    by_id = {figure.id: figure for figure in timelines}
+    return [
+        {"figure": by_id[name], "name": axes.name(verdict), "level_class": verdict.level_class}
+        for verdict in reading.around_knee
+        if (name := f"06-timeline-{verdict.group.replace(':', '-')}") in by_id
+    ]
+
+
+# --- tables ----------------------------------------------------------------------------------------------------------
+
+
+def scores(reading: Reading) -> list[dict[str, str]]:
+    """Hypotheses with what came out."""
+    known = {hypothesis.id: hypothesis for hypothesis in reading.run.hypotheses}
+    found = []
+    for score in reading.summary.scores:
+        hypothesis = known[score.hypothesis]
+        verdict, sign, words = {
+            True: ("holds", "✓", "holds"),
+            False: ("fails", "✗", "does not hold"),
+            None: ("open", "?", "not measured"),
+        }[score.holds]
+        found.append(
+            {
+                "verdict": verdict,
+                "sign": sign,
+                "words": words,
+                "text": hypothesis.text,
+                "measure": hypothesis.measure,
+                "measured": _measure_words(hypothesis.measure, score.measured),
+                "bound": f"{RELATIONS[hypothesis.relation]} {_measure_words(hypothesis.measure, hypothesis.bound)}",
+            }
+        )
+    return found
+
+
+def _measure_words(name: str, value: float | None) -> str:
+    """Measures are named for what they are."""
+    if name.startswith(("ttft", "refusal", "recovery", "floor")):
+        return seconds(value)
+    if name.startswith(("goodput_share", "little_gap", "knee_width")):
+        return share(value)
+    return number(value)
+
+
+def level_rows(reading: Reading) -> list[dict[str, Any]]:
+    """Closed loop, then by rate with the knee between, then what is left."""
+    sweep = [v for v in reading.verdicts if v.rate is not None and v.group.startswith("rate:")]
+    sweep.sort(key=lambda verdict: verdict.rate or 0.0)
+    rest = [v for v in reading.verdicts if v not in sweep and v not in reading.closed and v is not reading.recovery]
+    knee = reading.summary.knee
+    rows = [{**_level_row(verdict), "divider": ""} for verdict in reading.closed]
+    placed = knee is None
+    for verdict in sweep:
+        if not placed and knee is not None and (verdict.rate or 0.0) >= knee.high:
+            rows.append({"divider": f"knee: {number(knee.low)} to {number(knee.high)} requests/s"})
+            placed = True
+        rows.append({**_level_row(verdict), "divider": ""})
+    ends = [reading.recovery, *rest]
+    return rows + [{**_level_row(verdict), "divider": ""} for verdict in ends if verdict is not None]
+
+
+def _level_row(verdict: Verdict) -> dict[str, Any]:
+    measures = verdict.measures
+    void = verdict.level_class is LevelClass.VOID
+    ttft, tpot = measures.ttft, measures.tpot
+    return {
+        "name": f"recovery from {axes.name(verdict)}" if verdict.group.startswith("recovery") else axes.name(verdict),
+        "level_class": verdict.level_class,
+        "void": void,
+        "evidence": verdict.evidence,
+        "voided": [] if void else [f"level {index} voided: {cause}" for index, cause in verdict.void.items()],
+        "figures": [
+            f"{measures.arrivals}",
+            number(measures.completion_rate),
+            number(measures.goodput),
+            number(measures.token_rate),
+            number(measures.in_flight),
+            quantile_of(ttft, "p50"),
+            quantile_of(ttft, "p99"),
+            quantile_of(tpot, "p50"),
+            quantile_of(tpot, "p99"),
+            f"{measures.refused}",
+            f"{measures.failed}",
+            f"{measures.censored}",
+            share(measures.little_gap),
+        ],
+    }
+
+
+def facts(run: Run) -> list[dict[str, Any]]:
+    """The machine, the service and the run."""
+    machine, target = run.fingerprint, run.target
+    hardware = [
+        ("CPU", machine.cpu),
+        ("cores", str(machine.cores)),
+        ("memory", size(machine.memory)),
+        ("memory bandwidth, measured copy", f"{number(machine.memory_bandwidth / 1e9)} GB/s"),
+        ("load average before", number(machine.load_average)),
+    ]
+    for gpu in machine.gpus:
+        hardware += [
+            ("GPU", f"{gpu.name}, {size(gpu.memory)}"),
+            ("driver", gpu.driver),
+            ("clocks, most", f"SM {number(gpu.max_sm_clock)} MHz, memory {number(gpu.max_memory_clock)} MHz"),
+            ("power limit", f"{number(gpu.power_limit)} W"),
+        ]
+    service = [
+        ("model", target.model or NONE),
+        ("device", target.device or NONE),
+        ("address", target.address),
+        ("running requests, most", str(target.max_running_requests or NONE)),
+        ("queued requests, most", str(target.max_queued_requests or NONE)),
+        ("KV cache", f"{target.kv_tokens:,} tokens" if target.kv_tokens else NONE),
+        ("context", f"{target.max_context_tokens:,} tokens" if target.max_context_tokens else NONE),
+    ]
+    how = [
+        ("command", " ".join(run.command)),
+        ("begun", run.created),
+        ("commit", machine.commit),
+        ("seed", str(run.seed)),
+        ("mix", run.mix),
+        ("limits", f"TTFT {seconds(run.limits.ttft)}, TPOT {seconds(run.limits.tpot)}"),
+        *[(name, str(value)) for name, value in run.parameters.items()],
+    ]
+    software = [("kernel", machine.kernel), ("Python", machine.python), *sorted(machine.versions.items())]
+    named = (("Machine", hardware), ("Service", service), ("Run", how), ("Software", software))
+    return [{"name": name, "facts": values} for name, values in named]
+
+
+# --- method ----------------------------------------------------------------------------------------------------------
+
+
+def caveats(reading: Reading) -> list[str]:
+    """What limits this very run."""
+    found = list(reading.summary.notes)
+    counted = [verdict.measures for verdict in reading.verdicts if verdict.level_class is not LevelClass.VOID]
+    if reading.run.target.address.startswith(("127.", "localhost", "[::1]")):
+        cores = reading.run.fingerprint.cores
+        found.append(f"Clients and service shared the {cores} cores of one machine: each slowed the other.")
+    if counted:
+        late = max(measures.lateness_p99 for measures in counted)
+        lag = max(measures.lag_p99 for measures in counted)
+        cpu = max(measures.client_cpu for measures in counted)
+        found.append(
+            f"Of the levels that count, at the worst: sends {seconds(late)} late (p99), a client's event loop "
+            f"{seconds(lag)} late (p99), a client process on {share(cpu)} of a core."
+        )
+    return found
+
+
+def method(run: Run) -> list[str]:
+    """How the figures come about; the rules' bounds are those of the code that judges."""
+    return [
+        "Open loop: the arrival schedule is drawn from the seed before anything is sent and kept with the result; no "
+        "request waits for another. Latencies count from the time at which the schedule wanted a request sent.",
+        "TTFT: to the first message with a token. TPOT: mean time of the tokens after the first, for each request. "
+        "ITL: single gaps. Percentiles are of all requests of a group (nearest rank); requests still running when a "
+        "level was cut off count as lower bounds, and a percentile that they reach is printed as “≥”.",
+        f"Goodput: completed requests with TTFT at most {seconds(run.limits.ttft)} and TPOT at most "
+        f"{seconds(run.limits.tpot)}.",
+        f"Keeps up: errors at most {share(classify.ERRORS)} of arrivals, and not both completions below "
+        f"{share(classify.KEEPS_UP)} of arrivals and a rising number in flight. Saturated, stable: refusals fill the "
+        "gap and TTFT does not rise. Saturated, growing: neither. Collapsing: token rate or goodput below "
+        f"{share(classify.COLLAPSE)} of the best at a lower rate. Hung: {seconds(classify.SILENCE)} without a token or "
+        "a step while something was in flight. Crashed: the service's own word that it died, or no service.",
+        f"The knee is an interval: from {share(classify.KEEPS_UP)} of the highest rate that keeps up to the lowest "
+        f"rate that does not. The limits' interval is made the same way, of goodput at least {share(SLO_SHARE)} of "
+        "what was offered.",
+        f"A level is voided when the client was the bottleneck: sends later than {seconds(classify.LATENESS)} (p99) "
+        f"or {share(classify.LATENESS_SHARE)} of the mean gap, whichever is more; a client process above "
+        f"{share(classify.CLIENT_CPU)} of a core; requests that the client could not send.",
+    ]
