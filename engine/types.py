@@ -141,7 +141,7 @@ class PromptScored(msgspec.Struct, frozen=True, tag="prompt"):
     logprobs: list[TokenLogprob]
 
 
-class TokensGenerated(msgspec.Struct, frozen=True, tag="tokens"):
+class TokensGenerated(msgspec.Struct, frozen=True, tag="tokens", gc=False):
     """Tokens of one candidate from one step. `finish` is set in the candidate's last event."""
 
     request_id: str

@@ -13,7 +13,7 @@ from engine.types import TokenLogprob
 Pairs = list[tuple[int, int]]
 
 
-class ScheduledSequence(msgspec.Struct, frozen=True):
+class ScheduledSequence(msgspec.Struct, frozen=True, gc=False):
     """Runs tokens [start, start + count) of a sequence. `samples`: the last of them is the sequence's newest token, so
     its logits give the next one. `slot` is the row of the block tables, fixed at planning. (A msgspec struct, since
     one is made for every sequence and step, ten times as fast as a frozen dataclass.)"""

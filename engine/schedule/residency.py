@@ -10,7 +10,7 @@ from engine.kv.block_table import BlockTables
 from engine.kv.checked import CheckedBlockAllocator
 from engine.kv.prefix_index import Chain, PrefixIndex
 from engine.kv.swap import SwapSpace
-from engine.schedule.plan import BlockMoves, ScheduledSequence
+from engine.schedule.plan import BlockMoves
 from engine.schedule.preemption import PreemptionCost
 from engine.schedule.sequence import NO_SLOT, Phase, Sequence
 
@@ -171,18 +171,13 @@ class Residency:
     # -- staying and leaving
     # ---------------------------------------------------------------------------------------------
 
-    def grow(self, entries: list[ScheduledSequence]) -> bool:
-        """Blocks for every entry's tokens; False if they ran out on the way. Most steps need few: the rows are looked
-        at only where a block is full."""
-        needy = [entry for entry in entries if entry.start + entry.count > entry.sequence.capacity]
-        if not needy:
-            return True
+    def grow(self, needy: list[tuple[Sequence, int]]) -> bool:
+        """Blocks for so many tokens of each sequence; False if they ran out on the way."""
         size = self.tables.block_size
-        served = self.tables.grow([e.slot for e in needy], [e.start + e.count for e in needy])
-        for entry in needy[:served]:
-            sequence = entry.sequence
-            before, sequence.capacity = sequence.capacity, -(-(entry.start + entry.count) // size) * size
-            self._note_handed_out(entry.slot, before // size, sequence.capacity // size)
+        served = self.tables.grow([sequence.slot for sequence, _ in needy], [count for _, count in needy])
+        for sequence, count in needy[:served]:
+            before, sequence.capacity = sequence.capacity, -(-count // size) * size
+            self._note_handed_out(sequence.slot, before // size, sequence.capacity // size)
         return served == len(needy)
 
     @property

@@ -11,6 +11,7 @@ import bisect
 import heapq
 import secrets
 from dataclasses import dataclass
+from itertools import repeat
 
 from engine.errors import EngineError
 from engine.schedule.admission import SchedulerLimits, refusal
@@ -185,8 +186,7 @@ class Scheduler:
         decodes, chunks, preempted = self._schedule_running()
         if not preempted and self._waiting:
             budget = self.limits.max_batched_tokens - len(decodes) - sum(entry.count for entry in chunks)
-            for entry in self._admit(budget, now, overlap=moved is not None):
-                (chunks if entry.count > 1 else decodes).append(entry)
+            chunks += self._admit(budget, now, overlap=moved is not None)
         if self._arriving and not decodes and not chunks:
             self._land(None)
             decodes, chunks, _ = self._schedule_running()
@@ -194,46 +194,57 @@ class Scheduler:
         if not decodes and not chunks and not moves:
             return None
         self.residency.take_freed(moves)
-        for entry in decodes:
-            sequence = entry.sequence
-            sequence.num_computed = entry.start + 1
-            sequence.num_pending += entry.samples
-        for entry in chunks:
-            entry.sequence.num_computed = entry.start + entry.count
-            entry.sequence.num_pending += entry.samples
+        scheduled = self._take(decodes, chunks)
+        sampling = [entry for entry in scheduled if entry.samples] if chunks else scheduled
         self._steps += 1
         self.counters.computed_tokens += len(decodes) + sum(entry.count for entry in chunks)
-        scheduled = decodes + chunks
-        sampling = [entry for entry in scheduled if entry.samples]
         edited = self._edited(sampling) if self._editing else []
         scored = self._scored(scheduled) if self._scoring else []
         return StepPlan(self._steps, scheduled, sampling, moves, edited, scored)
+
+    def _take(self, decodes: list[Sequence], chunks: list[ScheduledSequence]) -> list[ScheduledSequence]:
+        """The plan's entries, those of one token first, with their tokens marked as computed and samples as pending."""
+        scheduled = []
+        for sequence in decodes:
+            start = sequence.num_computed
+            scheduled.append(ScheduledSequence(sequence, sequence.slot, start, 1, True))
+            sequence.num_computed = start + 1
+            sequence.num_pending += 1
+        for entry in chunks:
+            entry.sequence.num_computed = entry.start + entry.count
+            entry.sequence.num_pending += entry.samples
+        # The last piece of a prefill may be one token: it goes with the decodes.
+        scheduled += [entry for entry in chunks if entry.count == 1]
+        scheduled += [entry for entry in chunks if entry.count > 1]
+        return scheduled
 
     def commit(self, plan: StepPlan, outcome: StepOutcome, now: float) -> None:
         """Takes a step's sampled tokens into their sequences. Tokens of sequences that ended meanwhile are dropped.
 
         A loop over every sequence of every step: what most tokens do not need is behind `_settle`."""
-        size, events, failures, logprobs = self.tables.block_size, self._events, outcome.failures, outcome.logprobs
-        finished, generated = Phase.FINISHED, 0
+        sampling, tokens, logprobs = plan.sampling, outcome.token_ids, outcome.logprobs or repeat(None)
+        if len(sampling) != len(tokens):
+            raise EngineError(f"{len(tokens)} tokens of {len(sampling)} samples")
         for index, scores in outcome.prompt_logprobs.items():
             self._take_scores(plan.scheduled[index], scores)
-        for index, (entry, token) in enumerate(zip(plan.sampling, outcome.token_ids, strict=True)):
+        for index, problem in outcome.failures.items():
+            kind = FailureKind.INVALID if index in outcome.refused else FailureKind.ENGINE_ERROR
+            self.fail(sampling[index].sequence.group.request_id, kind, problem)
+        size, events, finished, generated = self.tables.block_size, self._events, Phase.FINISHED, 0
+        for entry, token, logprob in zip(sampling, tokens, logprobs, strict=False):
             sequence = entry.sequence
             sequence.num_pending -= 1
             if sequence.phase is finished:
                 continue
-            group, tokens = sequence.group, sequence.token_ids
-            if failures and index in failures:
-                self._fail_draw(sequence, failures[index], index in outcome.refused)
-                continue
+            group, token_ids = sequence.group, sequence.token_ids
             computed = entry.start + entry.count
             if entry.count > 1 or computed % size == 0:
                 self.residency.publish(sequence, computed)
-            tokens.append(token)
+            token_ids.append(token)
             generated += 1
-            ends = token in group.ending_ids or len(tokens) >= sequence.max_tokens_total
-            if ends or logprobs or group.first_token is None:
-                self._settle(sequence, token, ends, logprobs[index] if logprobs else None, now)
+            ends = token in group.ending_ids or len(token_ids) >= sequence.max_tokens_total
+            if ends or logprob is not None or group.first_token is None:
+                self._settle(sequence, token, ends, logprob, now)
             else:
                 events.append(TokensGenerated(group.request_id, sequence.candidate, [token]))
         self.counters.generated_tokens += generated
@@ -357,13 +368,13 @@ class Scheduler:
             elif deadline is not None and now >= deadline:
                 self.fail(request_id, FailureKind.DEADLINE_EXCEEDED, "deadline passed while running")
 
-    def _schedule_running(self) -> tuple[list[ScheduledSequence], list[ScheduledSequence], bool]:
-        """Decodes, then chunks of running prefills with what is left of the budget; preempts from the end of the
-        policy's order until blocks suffice."""
+    def _schedule_running(self) -> tuple[list[Sequence], list[ScheduledSequence], bool]:
+        """Sequences that decode, then chunks of running prefills with what is left of the budget; preempts from the end
+        of the policy's order until blocks suffice."""
         preempted = False
         while True:
-            decodes, chunks = self._wanted()
-            if self.residency.grow(decodes + chunks if chunks else decodes):
+            decodes, chunks, needy = self._wanted()
+            if not needy or self.residency.grow(needy):
                 return decodes, chunks, preempted
             self._preempt(self._last())
             preempted = True
@@ -385,25 +396,31 @@ class Scheduler:
         sequence.phase = Phase.RUNNING
         bisect.insort(self._running, sequence, key=self._policy.key)
 
-    def _wanted(self) -> tuple[list[ScheduledSequence], list[ScheduledSequence]]:
-        budget = self.limits.max_batched_tokens
-        decodes: list[ScheduledSequence] = []
+    def _wanted(self) -> tuple[list[Sequence], list[ScheduledSequence], list[tuple[Sequence, int]]]:
+        """What runs if blocks suffice: decodes, chunks, and those of either whose blocks do not hold so many tokens.
+        Never more sequences run than the budget has tokens."""
+        decodes: list[Sequence] = []
         prefills: list[Sequence] = []
+        needy: list[tuple[Sequence, int]] = []
         for sequence in self._running:
             start = sequence.num_computed
             tokens = len(sequence.token_ids) + sequence.num_pending
             if tokens - start > 1:
                 prefills.append(sequence)
-            elif tokens < sequence.max_tokens_total and budget:  # else its pending token is its last
-                decodes.append(ScheduledSequence(sequence, sequence.slot, start, 1, True))
-                budget -= 1
+            elif tokens < sequence.max_tokens_total:  # else its pending token is its last
+                decodes.append(sequence)
+                if start >= sequence.capacity:
+                    needy.append((sequence, start + 1))
         chunks: list[ScheduledSequence] = []
+        budget = self.limits.max_batched_tokens - len(decodes)
         for sequence in prefills:
             if budget:
-                chunks.append(self._entry(sequence, min(sequence.num_uncomputed, budget)))
-                budget -= chunks[-1].count
-        # The last piece of a prefill may be one token: it goes with the decodes.
-        return decodes + [e for e in chunks if e.count == 1], [e for e in chunks if e.count > 1]
+                entry = self._entry(sequence, min(sequence.num_uncomputed, budget))
+                chunks.append(entry)
+                budget -= entry.count
+                if entry.start + entry.count > sequence.capacity:
+                    needy.append((sequence, entry.start + entry.count))
+        return decodes, chunks, needy
 
     def _entry(self, sequence: Sequence, count: int) -> ScheduledSequence:
         start = sequence.num_computed

@@ -31,6 +31,7 @@ class Job:
     output: int
     pool_tokens: int
     vocabulary: int
+    swap_gib: float = 4.0
 
     def make(self, seed: int = 0) -> list[GenerationRequest]:
         generator = random.Random(seed)
@@ -105,9 +106,14 @@ def variants(job: Job) -> dict[str, dict[str, object]]:
     for batch in sorted({job.fitting, 3 * job.fitting // 4, job.fitting // 2}):
         rows[f"fitting {batch}"] = {"kv_cache_tokens": job.pool_tokens, "max_num_seqs": batch}
     unforeseen = {**tight, "admission_forecast": False}
-    rows["tight"] = {**tight, "swap_space_gib": 4.0}
-    rows["tight, swap"] = {**unforeseen, "swap_space_gib": 4.0, "preemption_mode": PreemptionMode.SWAP}
-    rows["tight, recompute"] = {**unforeseen, "preemption_mode": PreemptionMode.RECOMPUTE}
+    rows["tight"] = {**tight, "swap_space_gib": job.swap_gib}
+    rows["tight, swap"] = {**unforeseen, "swap_space_gib": job.swap_gib, "preemption_mode": PreemptionMode.SWAP}
+    rows["tight, recompute"] = {
+        **unforeseen,
+        "swap_space_gib": job.swap_gib,
+        "preemption_mode": PreemptionMode.RECOMPUTE,
+    }
+    rows["tight, no swap space"] = unforeseen
     return rows
 
 
@@ -116,13 +122,15 @@ def measure(base: EngineConfig, job: Job, rounds: int = 2) -> tuple[Figures, dic
     runs: dict[str, Run] = {}
     for name, options in variants(job).items():
         engine = Engine(msgspec.structs.replace(base, enable_prefix_caching=False, **options))  # type: ignore[arg-type]
-        run(engine, Job(2, 64, 4, job.pool_tokens, job.vocabulary))
+        run(engine, Job(2, min(64, job.prompt), job.output, job.pool_tokens, job.vocabulary))  # warms up
         results = [run(engine, job) for _ in range(rounds)]
         runs[name] = min(results, key=lambda result: result.seconds)
         del engine
     best = max(result.output_tokens_per_second for name, result in runs.items() if name.startswith("fitting"))
     figures = {f"tight_tokens_per_second.{name}": result.output_tokens_per_second for name, result in runs.items()}
     for name, result in runs.items():
+        figures[f"tight_preemptions.{name}"] = result.preemptions
+        figures[f"tight_p99_stall_ms.{name}"] = 1e3 * result.p99_stall_seconds
         if name.startswith("tight"):
             figure = ".".join(["tight_loss_percent", *name.split(", ")[1:]])
             figures[figure] = 100 * (1 - result.output_tokens_per_second / best)

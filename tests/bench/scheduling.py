@@ -19,8 +19,15 @@ STEPS = 200
 
 
 def measure() -> dict[str, float]:
-    """Microseconds of plan + commit + events, median over steps."""
-    tables = BlockTables(make_allocator(AllocatorKind.NATIVE, 40_000), SEQUENCES, 256, 16)
+    """Microseconds of plan + commit + events, median over steps; with the pure-Python allocator beside it."""
+    return {
+        "scheduler_step_us_256": _step_microseconds(AllocatorKind.NATIVE),
+        "scheduler_step_us_256_oracle": _step_microseconds(AllocatorKind.ORACLE),
+    }
+
+
+def _step_microseconds(kind: AllocatorKind) -> float:
+    tables = BlockTables(make_allocator(kind, 40_000), SEQUENCES, 256, 16)
     scheduler = Scheduler(Residency(tables), SchedulerLimits(SEQUENCES, 8192, 4096, 1000, 10**7))
     for index in range(SEQUENCES):
         scheduler.submit(GenerationRequest(str(index), [1] * 30, stop=StopCriteria(max_tokens=1000)), 0.0)
@@ -33,4 +40,4 @@ def measure() -> dict[str, float]:
         scheduler.commit(plan, StepOutcome([5] * count), 0.0)
         scheduler.take_events()
         times.append(time.perf_counter() - begin)
-    return {"scheduler_step_us_256": 1e6 * statistics.median(times[10:])}
+    return 1e6 * statistics.median(times[10:])
