@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from engine.errors import ConfigurationError
+from engine.model.mapped_file import MappedFile
 
 _MAGIC = b"GGUF"
 _STRING, _ARRAY = 8, 9
@@ -79,15 +80,12 @@ class GgufFile:
     path: Path
     metadata: dict[str, Any]
     tensors: dict[str, GgufTensor]
+    mapped: MappedFile
 
 
 def read_gguf(path: Path) -> GgufFile:
     """Maps and parses `path`. Raises ConfigurationError with one line if it is damaged or of an unknown layout."""
-    try:
-        mapped = np.memmap(path, dtype=np.uint8, mode="r") if path.stat().st_size else np.zeros(0, np.uint8)
-    except OSError as error:
-        raise ConfigurationError(f"{path}: cannot be read: {error.strerror or error}") from None
-    return _Parser(path, mapped).parse()
+    return _Parser(path, MappedFile(path)).parse()
 
 
 def gguf_end_tokens(metadata: Mapping[str, Any]) -> tuple[int, ...]:
@@ -100,10 +98,11 @@ def gguf_end_tokens(metadata: Mapping[str, Any]) -> tuple[int, ...]:
 class _Parser:
     """A cursor over the header. Every read is bounds-checked, so a damaged length never causes an allocation."""
 
-    def __init__(self, path: Path, data: npt.NDArray[np.uint8]) -> None:
+    def __init__(self, path: Path, mapped: MappedFile) -> None:
         self._path = path
-        self._data = data
-        self._view = memoryview(data.data)
+        self._mapped = mapped
+        self._data = mapped.data
+        self._view = memoryview(self._data.data)
         self._at = 0
 
     def parse(self) -> GgufFile:
@@ -125,7 +124,7 @@ class _Parser:
             raise self._error(f"bad alignment {alignment!r}")
         start = -(-self._at // alignment) * alignment
         tensors = {name: self._tensor(name, shape, kind, start + at) for name, shape, kind, at in infos}
-        return GgufFile(self._path, metadata, tensors)
+        return GgufFile(self._path, metadata, tensors, self._mapped)
 
     def _error(self, cause: str) -> ConfigurationError:
         return ConfigurationError(f"{self._path}: {cause}")

@@ -72,10 +72,11 @@ class GgufSource:
             stop = min(start + step, tensor.blocks.shape[0])
             blocks = tensor.blocks[start:stop] if order is None else tensor.blocks[order[start:stop]]
             out[start:stop].copy_(torch.from_numpy(self._dequantise(name, blocks)))
+        self._file.mapped.release(tensor.blocks)
 
     def _load_packed(self, name: str, out: torch.Tensor) -> None:
-        # The mapping is read-only, which torch does not take.
-        out.copy_(torch.from_numpy(np.require(self.blocks(name)[1], requirements=["C", "W"])))
+        out.copy_(torch.from_numpy(np.ascontiguousarray(self.blocks(name)[1])))
+        self._file.mapped.release(self._file.tensors[name].blocks)
 
     def _load_vector(self, name: str, out: torch.Tensor) -> None:
         values = self._dequantise(name, self._file.tensors[name].blocks).reshape(-1)
@@ -85,13 +86,11 @@ class GgufSource:
     def _dequantise(self, name: str, blocks: npt.NDArray[np.uint8]) -> npt.NDArray[np.float32]:
         kind = GGMLQuantizationType(self._file.tensors[name].type_id)
         try:
-            values = dequantize(np.ascontiguousarray(blocks), kind)
+            return np.require(dequantize(np.ascontiguousarray(blocks), kind), np.float32, ["C", "W"])
         except NotImplementedError:
             raise ConfigurationError(
                 f"{self.label}: tensor {name} has type {kind.name}: cannot be dequantised"
             ) from None
-        # F32 comes back as a view of the read-only mapping, which torch does not take.
-        return np.require(values, np.float32, ["C", "W"])
 
     def _row_order(self, name: str) -> npt.NDArray[np.intp] | None:
         """Source row of each row wanted: of a head's D rows, even ones first, then odd ones."""

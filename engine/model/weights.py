@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-import numpy as np
 import torch
 
 from engine.errors import ConfigurationError
+from engine.model.mapped_file import MappedFile
 from engine.model.weight_plan import HUGGING_FACE, Naming
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -38,13 +38,9 @@ class SafetensorsFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        try:
-            size = path.stat().st_size
-            # Copy-on-write: torch wants writable memory, and nothing ever writes to it.
-            self._data = np.memmap(path, dtype=np.uint8, mode="c") if size else np.zeros(0, np.uint8)
-        except OSError as error:
-            raise ConfigurationError(f"{path}: cannot be read: {error.strerror or error}") from None
-        self.tensors = self._parse(size)
+        self._file = MappedFile(path)
+        self._data = self._file.data
+        self.tensors = self._parse(len(self._data))
 
     def tensor(self, name: str) -> torch.Tensor:
         """A view of the mapped file."""
@@ -56,6 +52,11 @@ class SafetensorsFile:
         if stored.start % _SIZES[stored.dtype]:
             raw = raw.clone()
         return raw.view(dtype).reshape(stored.shape)
+
+    def copy(self, name: str, out: torch.Tensor) -> None:
+        """Copies a tensor into `out` and gives back the memory it was read through."""
+        out.copy_(self.tensor(name))
+        self._file.release(self._data[self.tensors[name].start : self.tensors[name].end])
 
     def _error(self, cause: str) -> ConfigurationError:
         return ConfigurationError(f"{self.path}: {cause}")
@@ -142,7 +143,7 @@ class SafetensorsSource:
         return None
 
     def load(self, name: str, out: torch.Tensor) -> None:
-        out.copy_(self._file_of[name].tensor(name))
+        self._file_of[name].copy(name, out)
 
     def _open(self, directory: Path) -> list[SafetensorsFile]:
         if (directory / SINGLE).exists():
