@@ -6,6 +6,8 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
 
+import msgspec
+
 from engine.client import EngineState, EventSink
 from engine.errors import EngineDiedError
 from engine.types import (
@@ -76,7 +78,11 @@ class Dispatcher:
         self.stats = frame.stats
         by_request: dict[str, list[Event]] = {}
         for event in frame.events:
-            by_request.setdefault(event.request_id, []).append(event)
+            events = by_request.get(event.request_id)
+            if events is None:
+                by_request[event.request_id] = [event]
+            else:
+                events.append(event)
         for request_id, events in by_request.items():
             self._deliver(request_id, events)
         self._dispatch_cache(frame)
@@ -95,6 +101,11 @@ class Dispatcher:
         if self.state is not EngineState.READY:
             raise EngineDiedError(f"engine is {self.state}")
 
+    def beat(self, at: float) -> None:
+        """The step that runs advances."""
+        self.stats = msgspec.structs.replace(self.stats, heartbeat=at, progressed=at)
+        self._notify()
+
     def fail_all(self, kind: FailureKind, message: str) -> None:
         while self._cache_reads:
             read = self._cache_reads.popleft()
@@ -107,8 +118,8 @@ class Dispatcher:
         sink = self._sinks.get(request_id)
         if sink is None:
             return
-        wanted = [event for event in events if not self._is_muted(event)]
-        if any(isinstance(event, RequestFinished | RequestFailed) for event in events):
+        wanted = [event for event in events if not self._is_muted(event)] if self._stopped else events
+        if isinstance(events[-1], RequestFinished | RequestFailed):  # nothing of a request comes after those
             del self._sinks[request_id]
             self._stopped = {key for key in self._stopped if key[0] != request_id}
         if wanted:

@@ -24,6 +24,7 @@ from engine.kv.prefix_index import PrefixIndex
 from engine.kv.swap import SwapSpace
 from engine.loop import Runner, StepLoop
 from engine.model.loader import load_model
+from engine.pulse import Pulse
 from engine.run.block_moves import BlockMover
 from engine.run.cuda_runner import GRAPH_BYTES, CudaRunner, profile_largest_step
 from engine.run.kv_pool import allocate_pool, cpu_pool_blocks, cuda_pool_blocks
@@ -109,6 +110,8 @@ class Engine:
         self._grammars = GrammarCompiler(lambda: Tokenizer.from_source(model.source), model.eos_token_ids)
         self._compiling: dict[str, _Compiling] = {}
         self._cache_reads: deque[int] = deque()
+        self.pulse = Pulse()
+        self.failed_steps = 0  # in a row, up to now
         self._build(device, report)
 
     def _build(self, device: torch.device, report: ProgressCallback) -> None:
@@ -134,7 +137,7 @@ class Engine:
         residency = self._residency(tables, mover, pool[0].nbytes)
         forecast = OutputForecast() if config.admission_forecast else None
         scheduler = Scheduler(residency, limits, frozenset(model.eos_token_ids), forecast=forecast)
-        self.loop = StepLoop(scheduler, self._runner(pool, tables, mover, report))
+        self.loop = StepLoop(scheduler, self._runner(pool, tables, mover, report), self.pulse)
         self.info = self._info(device, limits, num_blocks)
 
     def _pool_blocks(self, device: torch.device, report: ProgressCallback) -> int:
@@ -166,7 +169,7 @@ class Engine:
     def _runner(self, pool: torch.Tensor, tables: BlockTables, mover: BlockMover, report: ProgressCallback) -> Runner:
         decoder, vocab_size = self.model.decoder, self.model.sampled_vocab_size
         if not pool.is_cuda:
-            return EagerRunner(decoder, pool, tables, vocab_size, mover)
+            return EagerRunner(decoder, pool, tables, vocab_size, mover, self.pulse)
         runner = CudaRunner(decoder, pool, tables, vocab_size, mover, use_graphs=not self.config.enforce_eager)
         report(f"capturing {runner.num_graphs} decode graphs")
         runner.capture()
@@ -262,10 +265,14 @@ class Engine:
         """One step of the loop. A step that raises fails every live request, since what it wrote is unknown."""
         if self._compiling:
             self._queue_compiled()
+        before = self.loop.steps
         try:
             frame = self.loop.step()
         except Exception as error:
+            self.failed_steps += 1
             frame = self.loop.abandon(FailureKind.ENGINE_ERROR, f"step failed: {type(error).__name__}: {error}")
+        if self.loop.steps > before:
+            self.failed_steps = 0
         return self._with_cache(frame)
 
     def _with_cache(self, frame: StepFrame) -> StepFrame:

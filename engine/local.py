@@ -96,8 +96,13 @@ class LocalEngineClient:
         def send(frame: StepFrame) -> None:
             loop.call_soon_threadsafe(self._dispatcher.dispatch, frame)
 
+        def beat(at: float) -> None:
+            loop.call_soon_threadsafe(self._dispatcher.beat, at)
+
         try:
-            serve(engine, self._receive, send)
+            serve(engine, self._receive, send, beat)
+        except EngineError as error:
+            loop.call_soon_threadsafe(self._end, EngineState.FAILED, str(error))
         except BaseException as error:
             loop.call_soon_threadsafe(self._end, EngineState.FAILED, f"step thread died: {error!r}")
             raise

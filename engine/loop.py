@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from typing import Protocol
 
+from engine.pulse import Pulse
 from engine.schedule.plan import StepOutcome, StepPlan
 from engine.schedule.queue_delay import Pace
 from engine.schedule.scheduler import Scheduler
@@ -37,9 +38,10 @@ class Runner(Protocol):
 class StepLoop:
     """Owns scheduler and runner. Every method is called from one thread."""
 
-    def __init__(self, scheduler: Scheduler, runner: Runner) -> None:
+    def __init__(self, scheduler: Scheduler, runner: Runner, pulse: Pulse | None = None) -> None:
         self.scheduler = scheduler
         self.runner = runner
+        self.pulse = pulse or Pulse()
         self._in_flight: tuple[StepPlan, PendingStep] | None = None
         self._prefill_rate = 0.0
         self._decode_rate = 0.0
@@ -75,6 +77,8 @@ class StepLoop:
         if finished is not None:
             self._commit(*finished)
         self._check_drained()
+        if not self.has_work:
+            self.pulse()
         return StepFrame(self.scheduler.take_events(), self.stats())
 
     def abandon(self, kind: FailureKind, message: str) -> StepFrame:
@@ -90,6 +94,7 @@ class StepLoop:
         return EngineStats(
             step=self.steps,
             heartbeat=time.monotonic(),
+            progressed=self.pulse.at,
             running_requests=scheduler.num_running_requests,
             queued_requests=scheduler.num_queued_requests,
             queued_prompt_tokens=scheduler.queued_prompt_tokens,
@@ -120,6 +125,7 @@ class StepLoop:
         now = time.monotonic()
         self.scheduler.commit(plan, outcome, now)
         self.steps += 1
+        self.pulse()
         self._measure(plan, now - self._committed_at)
         self._committed_at = now
 

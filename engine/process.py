@@ -34,8 +34,12 @@ class ProcessEngineClient:
     """EngineClient over a child process: msgpack frames on a ZeroMQ pair socket, one a step. The child's death is
     noticed when it happens; the child ends with its parent, since it watches the other end of its standard input."""
 
-    def __init__(self, config: EngineConfig, progress: Callable[[str], None] | None = None) -> None:
+    def __init__(
+        self, config: EngineConfig, progress: Callable[[str], None] | None = None, worker: str = "engine.worker"
+    ) -> None:
+        """worker: the module that the child runs."""
         self._config = config
+        self._worker = worker
         self._progress = progress or (lambda _: None)
         self.problem = ""  # what ended the engine
         self._dispatcher = Dispatcher()
@@ -74,7 +78,7 @@ class ProcessEngineClient:
         root = str(_ROOT)
         path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
         self._process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "engine.worker", endpoint, msgspec.json.encode(self._config).decode()),
+            *(sys.executable, "-m", self._worker, endpoint, msgspec.json.encode(self._config).decode()),
             stdin=asyncio.subprocess.PIPE,
             env={**os.environ, "PYTHONPATH": path},
         )
@@ -160,6 +164,10 @@ class ProcessEngineClient:
             match report:
                 case wire.Stepped():
                     self._dispatcher.dispatch(report.frame)
+                case wire.Beat():
+                    self._dispatcher.beat(report.at)
+                case wire.BeyondUse():
+                    self._end(EngineState.FAILED, report.message)
                 case wire.Progress():
                     self._progress(report.message)
                 case wire.Started():

@@ -1,4 +1,7 @@
-"""What crosses the engine's boundary: requests in, events out. Plain values, encodable by msgspec, no torch."""
+"""What crosses the engine's boundary: requests in, events out. Plain values, encodable by msgspec, no torch.
+
+Events are arrays on the wire and invisible to the garbage collector: a step makes one for every token.
+"""
 
 from __future__ import annotations
 
@@ -96,7 +99,7 @@ class GenerationRequest(msgspec.Struct, frozen=True):
     cache_bypass: bool = False
 
 
-class TokenLogprob(msgspec.Struct, frozen=True):
+class TokenLogprob(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Log probability of one token and of the likeliest alternatives, as (token id, log probability) pairs."""
 
     token_id: int
@@ -120,12 +123,12 @@ class Timing(msgspec.Struct, frozen=True):
     preemptions: int = 0
 
 
-class CandidateFinish(msgspec.Struct, frozen=True):
+class CandidateFinish(msgspec.Struct, frozen=True, array_like=True, gc=False):
     reason: FinishReason
     token_id: int | None = None  # the end-of-sequence or stop token that matched
 
 
-class Admitted(msgspec.Struct, frozen=True, tag="admitted"):
+class Admitted(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="admitted"):
     """First event of every accepted request."""
 
     request_id: str
@@ -133,7 +136,7 @@ class Admitted(msgspec.Struct, frozen=True, tag="admitted"):
     queue_position: int
 
 
-class PromptScored(msgspec.Struct, frozen=True, tag="prompt"):
+class PromptScored(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="prompt"):
     """Log probabilities of the next tokens of the prompt, the first of which has none: from the second on, in order, in
     as many events as it takes, all before the request's first TokensGenerated."""
 
@@ -141,7 +144,7 @@ class PromptScored(msgspec.Struct, frozen=True, tag="prompt"):
     logprobs: list[TokenLogprob]
 
 
-class TokensGenerated(msgspec.Struct, frozen=True, tag="tokens", gc=False):
+class TokensGenerated(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="tokens"):
     """Tokens of one candidate from one step. `finish` is set in the candidate's last event."""
 
     request_id: str
@@ -151,7 +154,7 @@ class TokensGenerated(msgspec.Struct, frozen=True, tag="tokens", gc=False):
     finish: CandidateFinish | None = None
 
 
-class RequestFinished(msgspec.Struct, frozen=True, tag="finished"):
+class RequestFinished(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="finished"):
     """Last event of a request that ended normally or was cancelled."""
 
     request_id: str
@@ -175,7 +178,7 @@ class FailureKind(enum.StrEnum):
     ENGINE_DIED = "engine_died"
 
 
-class RequestFailed(msgspec.Struct, frozen=True, tag="failed"):
+class RequestFailed(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="failed"):
     """Last event of a request that failed. `field` is set for INVALID."""
 
     request_id: str
@@ -212,11 +215,17 @@ class EngineInfo(msgspec.Struct, frozen=True):
 
 
 class EngineStats(msgspec.Struct, frozen=True):
-    """A snapshot after a step. Counters are totals since start; `heartbeat` is `time.monotonic()` of the step loop.
-    `queue_delay_seconds`: what a request that comes now waits for its turn, estimated a few times a second."""
+    """A snapshot after a step. Counters are totals since start.
+
+    heartbeat, progressed: `time.monotonic()` seconds of the engine's newest sign of life, and of when its work last
+    advanced by a step or a part of one, which is the same while there is no work. A loop that goes round without
+    getting anywhere has a heartbeat and no progress. queue_delay_seconds: what a request that comes now waits for its
+    turn, estimated a few times a second.
+    """
 
     step: int = 0
     heartbeat: float = 0.0
+    progressed: float = 0.0
     running_requests: int = 0
     queued_requests: int = 0
     queued_prompt_tokens: int = 0

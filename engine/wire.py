@@ -50,11 +50,23 @@ class StartFailed(msgspec.Struct, frozen=True, tag="start_failed"):
     configuration: bool
 
 
+class Beat(msgspec.Struct, frozen=True, tag="beat"):
+    """A step advances. at: `time.monotonic()` seconds."""
+
+    at: float
+
+
+class BeyondUse(msgspec.Struct, frozen=True, tag="beyond_use"):
+    """The engine ends itself. message: why, in a line."""
+
+    message: str
+
+
 class Stepped(msgspec.Struct, frozen=True, tag="stepped"):
     frame: StepFrame
 
 
-Report = Progress | Started | StartFailed | Stepped
+Report = Progress | Started | StartFailed | Beat | BeyondUse | Stepped
 
 encode = msgspec.msgpack.Encoder().encode
 decode_command = msgspec.msgpack.Decoder(Command).decode

@@ -6,19 +6,26 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 import zmq
 
 from engine import wire
 from engine.config import EngineConfig
-from engine.engine import Engine
-from engine.errors import ConfigurationError
-from engine.serve import serve
+from engine.errors import ConfigurationError, EngineError
+from engine.serve import DrivenEngine, serve
+
+Create = Callable[[EngineConfig, Callable[[str], None]], DrivenEngine]
 
 
-def main(endpoint: str, config_json: str) -> int:
+def create_engine(config: EngineConfig, progress: Callable[[str], None]) -> DrivenEngine:
+    from engine.engine import Engine  # with torch, which takes a while
+
+    return Engine(config, progress)
+
+
+def main(endpoint: str, config_json: str, *, create: Create = create_engine) -> int:
     """Exit code 2 if the configuration cannot be served, as the client was told."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C and SIGTERM are the parent's to handle: it drains first
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -32,17 +39,31 @@ def main(endpoint: str, config_json: str) -> int:
     def send(report: wire.Report) -> None:
         socket.send(wire.encode(report))
 
+    code = _run(socket, send, config_json, create)
+    socket.close()
+    zmq.Context.instance().term()
+    return code
+
+
+def _run(socket: zmq.Socket[bytes], send: Callable[[wire.Report], None], config_json: str, create: Create) -> int:
     try:
         config = msgspec.json.decode(config_json, type=EngineConfig)
-        engine = Engine(config, lambda message: send(wire.Progress(message)))
+        engine = create(config, lambda message: send(wire.Progress(message)))
     except Exception as error:
         known = isinstance(error, ConfigurationError)
         send(wire.StartFailed(str(error) if known else f"{type(error).__name__}: {error}", known))
-        socket.close()
-        zmq.Context.instance().term()
         return 2 if known else 1
     send(wire.Started(engine.info))
-    serve(engine, lambda timeout: _receive(socket, timeout), lambda frame: send(wire.Stepped(frame)))
+    try:
+        serve(
+            engine,
+            lambda timeout: _receive(socket, timeout),
+            lambda frame: send(wire.Stepped(frame)),
+            lambda at: send(wire.Beat(at)),
+        )
+    except EngineError as error:
+        send(wire.BeyondUse(str(error)))
+        return 1
     return 0
 
 

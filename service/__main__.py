@@ -116,7 +116,7 @@ def serve(
     ] = SERVICE.heartbeat_timeout,
     hang_timeout: Annotated[
         float | None,
-        flag("--hang-timeout", "Seconds of engine silence until it is killed; default 3, on a CPU 30.", min=0.1),
+        flag("--hang-timeout", "Seconds without progress until the engine is killed; 2.5, on a CPU 10.", min=0.1),
     ] = SERVICE.hang_timeout,
     restart_engine: Annotated[
         bool, flag("--restart-engine", "Replace an engine that died; without it the service stays NOT_SERVING.")

@@ -110,7 +110,9 @@ class StreamCall:
         self._multiplexed = multiplexed
         self._deadline = rpc_deadline(context, time.monotonic())
         self._last: RequestOutput | None = None
-        self._stream = OutputStream(context.write, response, replica.config.stream, multiplexed=multiplexed)
+        self._stream = OutputStream(
+            *(context.write, response, replica.config.stream), multiplexed=multiplexed, pace=replica.streams.pace
+        )
 
     async def serve(self, read: Callable[[], Any]) -> None:
         """Runs until input and requests have ended. However it ends, the engine forgets its requests at once."""

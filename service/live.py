@@ -9,7 +9,7 @@ from engine import EngineClient, Usage
 from service.output import RequestOutput
 from service.quota import Quotas
 from service.status import Failure
-from service.stream import OutputStream
+from service.stream import OutputStream, pace
 from service.tokens import Principal
 
 
@@ -117,6 +117,10 @@ class OpenStreams:
 
     def __len__(self) -> int:
         return len(self._streams)
+
+    def pace(self) -> float:
+        """Seconds between two messages of one of them."""
+        return pace(len(self._streams))
 
     @property
     def has_output(self) -> bool:

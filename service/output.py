@@ -28,7 +28,17 @@ from engine import (
     Usage,
 )
 from octavo.v1 import generation_pb2
-from service.convert.events import Events, add_admitted, add_delta, add_failed, add_finished, add_prompt
+from service.convert.events import (
+    Events,
+    add_admitted,
+    add_delta,
+    add_failed,
+    add_finished,
+    add_prompt,
+    fill_finish,
+    fill_logprobs,
+    fill_usage,
+)
 from service.convert.unary import FinishedCandidate, unary_response
 from service.metrics import RequestTimer
 from service.request import Generation
@@ -43,7 +53,7 @@ LOGPROB_BYTES = 24
 PROMPT_SCORES_AT_ONCE = 1 << 14  # log probabilities of the prompt in one event, alternatives included
 
 
-class Piece(msgspec.Struct, frozen=True):
+class Piece(msgspec.Struct, frozen=True, gc=False):
     """Tokens of one candidate that are ready to be sent, with exactly their text. `size` is about their bytes."""
 
     token_ids: Sequence[int]
@@ -55,10 +65,11 @@ class Piece(msgspec.Struct, frozen=True):
 
 
 def piece_of(delta: Delta, finish: CandidateFinish | None = None, stop_sequence: str | None = None) -> Piece:
-    size = EVENT_BYTES + len(delta.text) + TOKEN_BYTES * len(delta.token_ids)
-    for logprob in delta.logprobs:
-        size += LOGPROB_BYTES * (1 + len(logprob.top))
-    return Piece(delta.token_ids, delta.text, delta.logprobs, size, finish, stop_sequence)
+    token_ids, text, logprobs = delta.token_ids, delta.text, delta.logprobs
+    size = EVENT_BYTES + len(text) + TOKEN_BYTES * len(token_ids)
+    if logprobs:
+        size += LOGPROB_BYTES * sum([1 + len(logprob.top) for logprob in logprobs])
+    return Piece(token_ids, text, logprobs, size, finish, stop_sequence)
 
 
 def joined(pieces: Sequence[Piece]) -> Piece:
@@ -190,6 +201,7 @@ class RequestOutput:
         self._sequence = 0
         self._admitted: Admitted | None = None
         self._admitted_sent = False
+        self._begun = False  # a token was given out
         self._override: Failure | None = None
         self._flush_timer: asyncio.TimerHandle | None = None
         self._generated = 0
@@ -217,7 +229,10 @@ class RequestOutput:
         """The request's sink. A fault here is this request's own: it fails, and the engine is told to drop it."""
         try:
             for event in events:
-                self._on_event(event)
+                if type(event) is TokensGenerated:  # by far the most frequent
+                    self._on_tokens(event)
+                else:
+                    self._on_event(event)
         except Exception as error:
             LOGGER.exception("request failed", extra={"request_id": self.control.engine_id})
             self.fail(internal(f"{type(error).__name__} while converting the output"))
@@ -228,8 +243,6 @@ class RequestOutput:
         if self.closed:
             return
         match event:
-            case TokensGenerated():
-                self._on_tokens(event)
             case PromptScored():
                 self._prompt_scores += event.logprobs
             case Admitted():
@@ -242,14 +255,16 @@ class RequestOutput:
                 self._close(failure, event.usage if event.usage != Usage() else self.usage_so_far)
 
     def _on_tokens(self, event: TokensGenerated) -> None:
+        if self.closed:
+            return
         candidate = self.candidates[event.candidate]
         if candidate.ended:
             return
-        if event.token_ids:
-            self._generated += len(event.token_ids)
-            candidate.last_token_at = self._timer.tokens(len(event.token_ids), candidate.last_token_at)
-        token_ids, logprobs = self._output_tokens(event)
-        delta = candidate.text.push(token_ids, logprobs)
+        count = len(event.token_ids)
+        if count:
+            self._generated += count
+            candidate.last_token_at = self._timer.tokens(count, candidate.last_token_at)
+        delta = candidate.text.push(*self._output_tokens(event))
         if delta.stopped is not None:
             self._end_candidate(candidate, delta, CandidateFinish(FinishReason.STOP), delta.stopped)
             if event.finish is None:
@@ -352,6 +367,11 @@ class RequestOutput:
             "seconds": round(self._timer.elapsed(), 6),
         }
 
+    @property
+    def urgent(self) -> bool:
+        """Whether what is ready should not wait for more: a first token, an end."""
+        return not self._begun or self.closed
+
     # --- out --------------------------------------------------------------------------------------------------------
 
     def acknowledge(self, candidate_index: int, token_count: int) -> None:
@@ -442,22 +462,18 @@ class RequestOutput:
         if piece is None:
             return
         count = len(piece.token_ids)
-        add_delta(
-            events,
-            self.request_id,
-            self._next_sequence(),
-            candidate=candidate.index,
-            token_offset=candidate.sent,
-            token_count=count,
-            text=piece.text if options.text else "",
-            token_ids=piece.token_ids if options.token_ids else (),
-            logprobs=piece.logprobs,
-            tokenizer=self._tokenizer,
-            usage=self.usage_so_far if options.usage_in_deltas else None,
-            finish=piece.finish,
-            stop_sequence=piece.stop_sequence,
+        text, token_ids = piece.text if options.text else "", piece.token_ids if options.token_ids else ()
+        delta = add_delta(
+            *(events, self.request_id, self._next_sequence(), candidate.index, candidate.sent, count, text, token_ids)
         )
         candidate.sent += count
+        self._begun = True
+        if piece.logprobs:
+            fill_logprobs(delta, piece.logprobs, self._tokenizer)
+        if options.usage_in_deltas:
+            fill_usage(delta, self.usage_so_far)
+        if piece.finish is not None:
+            fill_finish(delta.finish, piece.finish, piece.stop_sequence)
         if options.coalesce:
             candidate.send_after = time.monotonic() + options.coalesce
 

@@ -57,8 +57,7 @@ class Replica:
         self.max_prompt_bytes = engine.info.max_prompt_tokens * longest_token(tokenizer)
         self._ids = itertools.count(1)
         self._id_prefix = secrets.token_hex(4)
-        self._step = -1
-        self._step_at = self._ready_at = time.monotonic()
+        self._ready_at = time.monotonic()
         self._engine_state = engine.state
         self._was_ready = False
         self._figures: tuple[int, ...] = ()
@@ -102,12 +101,10 @@ class Replica:
 
     @property
     def is_stalled(self) -> bool:
-        """The step loop gives no sign of life, or makes no step while requests run."""
-        now, limit = time.monotonic(), self.config.heartbeat_timeout
-        stats = self.engine.stats
-        if now - self.last_sign_of_life > limit:
-            return True
-        return stats.running_requests > 0 and stats.step == self._step and now - self._step_at > limit
+        """The engine gives no sign of life, or its work does not advance. A step may take as long as it likes while
+        its parts are done one after the other."""
+        since = max(min(self.engine.stats.heartbeat, self.engine.stats.progressed), self._ready_at)
+        return time.monotonic() - since > self.config.heartbeat_timeout
 
     @property
     def last_sign_of_life(self) -> float:
@@ -167,8 +164,6 @@ class Replica:
         if state is EngineState.READY and self._engine_state is not EngineState.READY:
             self._ready_at = time.monotonic()
         self._engine_state = state
-        if stats.step != self._step or not stats.running_requests:
-            self._step, self._step_at = stats.step, time.monotonic()
         self.metrics.on_stats(stats)
         figures = (
             stats.step,

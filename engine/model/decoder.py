@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -91,6 +92,7 @@ class Decoder:
         self.max_tokens = max_tokens
         self.max_logits = max_logits
         self.max_positions = max_positions or spec.max_positions
+        self.pulse: Callable[[], None] = _no_pulse  # called after each large piece of `forward`
         self._scale = spec.head_dim**-0.5
         self._cos_sin = self._tables()
         self._buffers = _Buffers(spec, max_tokens, max_logits, device, dtype)
@@ -130,8 +132,10 @@ class Decoder:
         ops.rms_norm(normed, residual, self._first_norm, eps, pdl=batch.pdl)
         for index, layer in enumerate(weights.layers):
             qkv = layer.qkv(normed, buffers.qkv[:tokens])
+            self.pulse()
             projected = layer.o(self._attention(index, qkv, batch), buffers.projected[:tokens])
             ops.rms_norm(normed, projected, layer.post_norm, eps, residual=residual, pdl=batch.pdl)
+            self.pulse()
             projected = self._mlp(layer, normed, batch.pdl)
             ops.rms_norm(normed, projected, self._norm_after(index), eps, residual=residual, pdl=batch.pdl)
         if batch.logits_rows is None:
@@ -248,6 +252,11 @@ class Decoder:
     def _mlp(self, layer: LayerWeights, normed: Tensor, pdl: bool) -> Tensor:
         tokens, buffers = normed.shape[0], self._buffers
         gate_up = layer.gate_up(normed, buffers.gate_up[:tokens])
+        self.pulse()
         activated = buffers.activated[:tokens]
         ops.silu_mul(activated, gate_up, pdl=pdl)
         return layer.down(activated, buffers.projected[:tokens])
+
+
+def _no_pulse() -> None:
+    pass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -36,9 +37,17 @@ class EagerRunner:
     moved = None
 
     def __init__(
-        self, decoder: Decoder, kv_pool: torch.Tensor, tables: BlockTables, vocab_size: int, mover: BlockMover
+        self,
+        decoder: Decoder,
+        kv_pool: torch.Tensor,
+        tables: BlockTables,
+        vocab_size: int,
+        mover: BlockMover,
+        pulse: Callable[[], None] | None = None,
     ) -> None:
+        """pulse: called several times a layer; a step of a large model may take seconds here."""
         self._decoder = decoder
+        decoder.pulse = pulse or decoder.pulse
         self._kv_pool = kv_pool
         self._tables = tables
         self._vocab_size = vocab_size

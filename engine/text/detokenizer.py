@@ -29,6 +29,11 @@ class IncrementalDetokenizer:
         """Whether some of the tokens pushed have text that is not out yet."""
         return self._decoder.pending
 
+    @property
+    def started(self) -> bool:
+        """Whether the next token's text no longer depends on the text's start."""
+        return self._decoder.started
+
     def push(self, ids: Iterable[int]) -> str:
         """The text that these tokens complete."""
         return "".join([self.push_one(token_id) for token_id in ids])
@@ -44,6 +49,9 @@ class IncrementalDetokenizer:
 class _StreamDecoder(Protocol):
     @property
     def pending(self) -> bool: ...
+
+    @property
+    def started(self) -> bool: ...
 
     def push(self, token_id: int) -> str: ...
 
@@ -61,6 +69,8 @@ def _stream_decoder(tokenizer: Tokenizer, continues: bool) -> _StreamDecoder:
 
 
 class _ByteLevelStream:
+    started = True
+
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._token_bytes = tokenizer.token_bytes
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
@@ -86,6 +96,10 @@ class _ByteFallbackStream:
     @property
     def pending(self) -> bool:
         return bool(self._run)
+
+    @property
+    def started(self) -> bool:
+        return not self._to_strip
 
     def push(self, token_id: int) -> str:
         token = self._token(token_id)
@@ -131,6 +145,10 @@ class _MetaspaceStream:
         self._token = tokenizer.token
         self._rules: DecoderRules = tokenizer.rules
         self._drop = "" if continues else self._rules.drop_first
+
+    @property
+    def started(self) -> bool:
+        return not self._drop
 
     def push(self, token_id: int) -> str:
         token = self._token(token_id)

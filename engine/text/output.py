@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+
+import msgspec
 
 from engine.text.detokenizer import IncrementalDetokenizer
 from engine.text.stop import StopMatcher
@@ -12,8 +14,7 @@ from engine.text.tokenizer import Tokenizer
 from engine.types import TokenLogprob
 
 
-@dataclass(frozen=True, slots=True)
-class Delta:
+class Delta(msgspec.Struct, frozen=True, gc=False):
     """Tokens that are ready, and exactly their text. `logprobs` has one entry a token, or none.
 
     stopped: the stop string that ended the candidate. Then the text may go further than the tokens: it has all that
@@ -21,9 +22,9 @@ class Delta:
     round: the text ends with the stop string, the tokens with the one that completed it.)
     """
 
-    token_ids: list[int] = field(default_factory=list)
+    token_ids: Sequence[int] = ()
     text: str = ""
-    logprobs: list[TokenLogprob] = field(default_factory=list)
+    logprobs: Sequence[TokenLogprob] = ()
     stopped: str | None = None
 
 
@@ -69,6 +70,7 @@ class OutputText:
         self._offset = 0  # characters handed out
         self._tokens = 0
         self._stopped: str | None = None
+        self._whole_texts = tokenizer.whole_texts
 
     @property
     def token_count(self) -> int:
@@ -83,6 +85,12 @@ class OutputText:
         """Takes the tokens of a step and gives what has become certain. After a stop, tokens are only counted."""
         if logprobs and len(logprobs) != len(token_ids):
             raise ValueError(f"{len(logprobs)} log probabilities for {len(token_ids)} tokens")
+        if len(token_ids) == 1 and not self._held and self._stopped is None and self._detokenizer.started:
+            text = self._whole_texts[token_ids[0]]
+            if text is not None and self._matcher.passes(text):  # by far the most frequent case
+                self._tokens += 1
+                self._offset += len(text)
+                return Delta(token_ids, text, logprobs)
         for index, token_id in enumerate(token_ids):
             self._tokens += 1
             if self._stopped is not None:

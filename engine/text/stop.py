@@ -33,11 +33,16 @@ class StopMatcher:
         if any(not stop for stop in stops):
             raise ValueError("a stop string must not be empty")
         self._states = _build(stops)
+        self._starts = frozenset(self._states[0].next)
         self._at = 0
 
     @property
     def held(self) -> int:
         return self._states[self._at].depth
+
+    def passes(self, text: str) -> bool:
+        """Whether no stop string is under way and none begins in `text`, which then need not be fed."""
+        return not self._at and self._starts.isdisjoint(text)
 
     def feed(self, text: str) -> StopMatch | None:
         """Reads up to the first match; what follows it must be fed again if the match is not to count."""

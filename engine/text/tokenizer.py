@@ -15,10 +15,23 @@ from engine.model.gguf_file import gguf_end_tokens, read_gguf
 from engine.model.json_file import read_json
 from engine.model.source import ModelSource, SourceKind, resolve
 from engine.text.chat_template import RESERVED, ChatTemplate, ControlTokens, aliased_tokenizer_json, strip_mark
-from engine.text.decoding import decoder_rules, token_to_bytes
+from engine.text.decoding import DecoderKind, decoder_rules, fallback_byte, token_to_bytes
 from engine.text.gguf_tokenizer import build_gguf_tokenizer
 
 _NAMED = ("bos_token", "eos_token", "unk_token", "pad_token")
+
+
+class WholeTexts(dict[int, str | None]):
+    """The text of each token that has the same text wherever it stands; None for one that is special, part of a
+    character, or nothing. Filled as it is asked."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        super().__init__()
+        self._tokenizer = tokenizer
+
+    def __missing__(self, token_id: int) -> str | None:
+        text = self[token_id] = self._tokenizer.whole_text(token_id)
+        return text
 
 
 class Tokenizer:
@@ -48,6 +61,7 @@ class Tokenizer:
         self._aliased: tokenizers.Tokenizer | None = None
         self._lock = threading.Lock()
         self._bytes: dict[int, bytes] = {}
+        self.whole_texts = WholeTexts(self)
 
     @classmethod
     def load(cls, model: str) -> Tokenizer:
@@ -147,6 +161,18 @@ class Tokenizer:
             known = b"" if token is None else token_to_bytes(token, self.rules)
             self._bytes[token_id] = known
         return known
+
+    def whole_text(self, token_id: int) -> str | None:
+        """The token's text if nothing around it can change that, apart from the start of a text; else None."""
+        token = self.token(token_id)
+        if not token or token_id in self.special_ids:
+            return None
+        if self.rules.kind is DecoderKind.BYTE_FALLBACK and fallback_byte(token) is not None:
+            return None
+        try:
+            return self.token_bytes(token_id).decode()
+        except UnicodeDecodeError:
+            return None
 
     def token(self, token_id: int) -> str | None:
         """The token as the vocabulary spells it."""

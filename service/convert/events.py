@@ -40,34 +40,36 @@ def add_delta(
     events: Events,
     request_id: str,
     sequence: int,
-    *,
     candidate: int,
     token_offset: int,
     token_count: int,
     text: str,
     token_ids: Sequence[int],
-    logprobs: Sequence[TokenLogprob],
-    tokenizer: Tokenizer,
-    usage: Usage | None,
-    finish: CandidateFinish | None,
-    stop_sequence: str | None,
-) -> None:
-    event = events.add(request_id=request_id, sequence=sequence)
+) -> generation_pb2.CandidateDelta:
+    """The new event's delta, to which the functions below add what not every delta has. Paid for every token."""
+    event = events.add()
+    event.request_id = request_id
+    event.sequence = sequence
     delta = event.delta
-    delta.token_count = token_count
-    delta.token_offset = token_offset
     if candidate:
         delta.candidate_index = candidate
+    if token_offset:
+        delta.token_offset = token_offset
+    delta.token_count = token_count
     if text:
         delta.text = text
     if token_ids:
         delta.token_ids.extend(token_ids)
+    return delta
+
+
+def fill_logprobs(delta: generation_pb2.CandidateDelta, logprobs: Sequence[TokenLogprob], tokenizer: Tokenizer) -> None:
     for logprob in logprobs:
         fill_logprob(delta.logprobs.add(), logprob, tokenizer)
-    if usage is not None:
-        delta.usage.CopyFrom(usage_message(usage))
-    if finish is not None:
-        fill_finish(delta.finish, finish, stop_sequence)
+
+
+def fill_usage(delta: generation_pb2.CandidateDelta, usage: Usage) -> None:
+    delta.usage.CopyFrom(usage_message(usage))
 
 
 def add_prompt(

@@ -54,6 +54,11 @@ class Script:
     steps_per_token: int = 1
 
 
+def slow_if_asked(request: GenerationRequest) -> Script:
+    """A prompt that starts with "slow" gets a token every twenty steps."""
+    return Script(steps_per_token=20) if request.prompt_token_ids[:4] == list(b"slow") else Script()
+
+
 @dataclass
 class FakeCandidate:
     generated: int = 0
@@ -137,7 +142,8 @@ class FakeEngineClient:
         self._finished = 0
         self._hung = False
         self._task: asyncio.Task[None] | None = None
-        self._heartbeat = time.monotonic()
+        self._heartbeat = self._progressed = time.monotonic()
+        self._spinning = False
 
     # --- EngineClient -----------------------------------------------------------------------------------------------
 
@@ -157,6 +163,7 @@ class FakeEngineClient:
         figures: dict[str, float] = {
             "step": self._step,
             "heartbeat": self._heartbeat,
+            "progressed": self._progressed,
             "running_requests": len(running),
             "queued_requests": len(queued),
             "queued_prompt_tokens": sum(len(live.request.prompt_token_ids) for live in queued),
@@ -193,10 +200,13 @@ class FakeEngineClient:
             return False
         if self._record:
             self.cancelled.append(request_id)
-        # Through the loop, as a real engine's answer comes.
         event = RequestFinished(request_id, live.usage, live.timing, cancelled=True)
-        asyncio.get_running_loop().call_soon(live.sink, [*live.events, event])
+        self._answer(live.sink, [*live.events, event])
         return True
+
+    def _answer(self, sink: EventSink, events: list[Event]) -> None:
+        """Through the loop, as a real engine's answer comes."""
+        asyncio.get_running_loop().call_soon(sink, events)
 
     def stop_candidate(self, request_id: str, candidate: int) -> None:
         self.stopped_candidates.append((request_id, candidate))
@@ -249,8 +259,12 @@ class FakeEngineClient:
         for listener in self._cache_listeners:
             listener(changes)
 
+    def spin(self) -> None:
+        """Heartbeats, but no step."""
+        self._spinning = True
+
     def recover(self) -> None:
-        self._hung = False
+        self._hung = self._spinning = False
 
     def die(self) -> None:
         """As if the process was killed."""
@@ -274,11 +288,15 @@ class FakeEngineClient:
             if self._live:
                 self.run_step(now)
             elif now - idle_since > HEARTBEAT_SECONDS:
-                idle_since = self._heartbeat = now
+                idle_since = self._heartbeat = self._progressed = now
                 self._notify()
 
     def run_step(self, now: float) -> None:
         self._heartbeat = now
+        if self._spinning:
+            self._notify()
+            return
+        self._progressed = now
         self._admit()
         self._step += any(live.running for live in self._live.values())
         for live in list(self._live.values()):

@@ -3,7 +3,7 @@
 A prompt that starts with "slow" gets a token every 20 ms; other requests are as fast as the scripted engine is.
 FAKE_STOP_SECONDS: its stop takes so long, or until its process (a `sleep`) is killed; FAKE_SKIP_PORT_CHECK leaves a
 taken port to be found by the start. FAKE_STEP_DELAY, FAKE_MAX_NUM_SEQS and FAKE_MAX_QUEUED_REQUESTS set its speed and
-bounds.
+bounds. FAKE_PROCESS: the engine is a process of its own (scripted_worker), which FAKE_RESTART replaces when it dies.
 """
 
 from __future__ import annotations
@@ -13,16 +13,14 @@ import os
 import sys
 
 import service.serve
-from engine import EngineInfo, GenerationRequest
+from engine import EngineClient, EngineConfig, EngineInfo
+from engine.process import ProcessEngineClient
 from service.config import ServiceConfig
 from service.logs import LogLevel, configure_logs
 from service.serve import run, serve_engine
+from service.supervise import SupervisedEngine
 from tests.service.byte_tokenizer import byte_tokenizer
-from tests.service.fake_engine import FakeEngineClient, Script
-
-
-def plan(request: GenerationRequest) -> Script:
-    return Script(steps_per_token=20) if request.prompt_token_ids[:4] == list(b"slow") else Script()
+from tests.service.fake_engine import FakeEngineClient, slow_if_asked
 
 
 class SlowToStop(FakeEngineClient):
@@ -40,17 +38,36 @@ class SlowToStop(FakeEngineClient):
         await super().stop()
 
 
+def in_this_process() -> EngineClient:
+    engine = (SlowToStop if "FAKE_STOP_SECONDS" in os.environ else FakeEngineClient)(
+        record=False,
+        step_delay=float(os.environ.get("FAKE_STEP_DELAY", "0.001")),
+        max_num_seqs=number("FAKE_MAX_NUM_SEQS", 64),
+        max_queued_requests=number("FAKE_MAX_QUEUED_REQUESTS", 64),
+    )
+    engine.plan = slow_if_asked
+    return engine
+
+
+def in_its_own_process() -> EngineClient:
+    config = EngineConfig(
+        max_num_seqs=number("FAKE_MAX_NUM_SEQS", 64), max_queued_requests=number("FAKE_MAX_QUEUED_REQUESTS", 64)
+    )
+    return SupervisedEngine(
+        lambda: ProcessEngineClient(config, worker="tests.service.scripted_worker"),
+        restart="FAKE_RESTART" in os.environ,
+    )
+
+
+def number(name: str, default: int) -> int:
+    return int(os.environ.get(name, default))
+
+
 def main() -> int:
     configure_logs(LogLevel.INFO)
     if "FAKE_SKIP_PORT_CHECK" in os.environ:
         service.serve.check_ports = lambda config: None  # type: ignore[attr-defined]  # an import of it
-    engine = (SlowToStop if "FAKE_STOP_SECONDS" in os.environ else FakeEngineClient)(
-        record=False,
-        step_delay=float(os.environ.get("FAKE_STEP_DELAY", "0.001")),
-        max_num_seqs=int(os.environ.get("FAKE_MAX_NUM_SEQS", "64")),
-        max_queued_requests=int(os.environ.get("FAKE_MAX_QUEUED_REQUESTS", "64")),
-    )
-    engine.plan = plan
+    engine = in_its_own_process() if "FAKE_PROCESS" in os.environ else in_this_process()
     port, admin_port = (*map(int, sys.argv[1:]), *([0, 0][len(sys.argv) - 1 :]))
     config = ServiceConfig(port=port, admin_port=admin_port or None)
     return run(lambda: serve_engine(engine, byte_tokenizer(), config))

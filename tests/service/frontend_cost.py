@@ -1,29 +1,28 @@
 """What the front end costs: microseconds of CPU a token, on one multiplexed stream and on 64 streams.
 
-`python -m tests.service.frontend_cost`. A server process over the scripted engine, whose own cost is measured apart and
-taken off, gives 64 requests a token every step; the CPU time of the whole process is divided by the tokens.
+`python -m tests.service.frontend_cost`. The scripted engine, in a process of its own as the real one is, gives 64
+requests a token every step; the CPU time of the service's process, all of its threads and wake-ups included, is divided
+by the tokens. The floor beside it is a bare grpc.aio server that writes constants: a message a step, or one a stream
+and step.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-import time
 from typing import Any
 
 import psutil  # type: ignore[import-untyped]
 from grpc import aio
 
 import service  # noqa: F401  # puts proto/ on the path
-from engine import GenerationRequest, StopCriteria
 from octavo.v1 import generation_pb2, generation_pb2_grpc
-from tests.service.fake_engine import FakeEngineClient
 from tests.service.process import Process, server_process
 
 STREAMS = 64
 TOKENS = 200
 STEP_SECONDS = 0.004  # about a decode step of a small model on a GPU
-FAKE = {"FAKE_STEP_DELAY": str(STEP_SECONDS), "FAKE_MAX_NUM_SEQS": str(STREAMS)}
+FAKE = {"FAKE_PROCESS": "1", "FAKE_STEP_DELAY": str(STEP_SECONDS), "FAKE_MAX_NUM_SEQS": str(STREAMS)}
 
 
 def measure() -> dict[str, float]:
@@ -31,7 +30,6 @@ def measure() -> dict[str, float]:
 
 
 async def _measure() -> dict[str, float]:
-    engine_cost = scripted_engine_cost()
     async with (
         server_process("-m", "tests.service.fake_server", env=FAKE) as server,
         aio.insecure_channel(server.address) as channel,
@@ -41,9 +39,24 @@ async def _measure() -> dict[str, float]:
         one = await cost(server, multiplexed(stub, TOKENS))
         many = await cost(server, separate(stub, TOKENS))
     return {
-        "frontend_us_per_token_multiplexed": one - engine_cost,
-        "frontend_us_per_token_streams64": many - engine_cost,
+        "frontend_us_per_token_multiplexed": one,
+        "frontend_us_per_token_streams64": many,
+        "bare_grpc_us_per_token_multiplexed": await bare_cost("one"),
+        "bare_grpc_us_per_token_streams64": await bare_cost("many"),
     }
+
+
+async def bare_cost(method: str) -> float:
+    command = ("-m", "tests.service.bare_server", str(STREAMS), str(STEP_SECONDS), str(TOKENS))
+    async with server_process(*command) as server, aio.insecure_channel(server.address) as channel:
+
+        async def read() -> None:
+            async for _ in channel.unary_stream(f"/bare/{method}")(b""):
+                pass
+
+        calls = STREAMS if method == "many" else 1
+        await asyncio.gather(*(read() for _ in range(calls)))
+        return await cost(server, asyncio.gather(*(read() for _ in range(calls))))
 
 
 async def cost(server: Process, work: Any) -> float:
@@ -79,17 +92,6 @@ async def separate(stub: Any, tokens: int) -> None:
             pass
 
     await asyncio.gather(*(one() for _ in range(STREAMS)))
-
-
-def scripted_engine_cost() -> float:
-    """Microseconds a token of the scripted engine alone."""
-    engine = FakeEngineClient(max_num_seqs=STREAMS, max_context_tokens=10**6)
-    for index in range(STREAMS):
-        engine.submit(GenerationRequest(str(index), [1], stop=StopCriteria(max_tokens=TOKENS)), lambda events: None)
-    before = time.process_time()
-    for _ in range(TOKENS):
-        engine.run_step(time.monotonic())
-    return (time.process_time() - before) * 1e6 / (STREAMS * TOKENS)
 
 
 if __name__ == "__main__":

@@ -157,7 +157,7 @@ async def test_drained_server_has_stopped_its_engine() -> None:
 class LastEvent:
     """As much of a RequestOutput as its stream looks at: one event, and then it is done."""
 
-    request_id, failure, done = "a", None, False
+    request_id, failure, done, urgent = "a", None, False, True
 
     def take(self, events: Any) -> None:
         events.add(request_id="a")

@@ -109,9 +109,9 @@ async def test_heartbeats_without_steps_while_requests_run_are_no_health() -> No
         served.engine.step_delay = 0.01
         await stream.send(start_message(request_id="a"))
         await stream.read_until_tokens("a", 1)
-        served.engine.stats_overrides = {"step": 7, "running_requests": 1}
+        served.engine.spin()
         await until_status(served, NOT_SERVING)
-        served.engine.stats_overrides = {}
+        served.engine.recover()
         await until_status(served, SERVING)
         stream.call.cancel()
 

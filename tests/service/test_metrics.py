@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import urllib.error
 import urllib.request
 
@@ -10,7 +11,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from service.config import ServiceConfig
-from service.metrics import Histogram
+from service.metrics import OBSERVED_AT_ONCE, Histogram
 from tests.service.calls import refusal, run_stream, start
 from tests.service.fake_engine import FakeEngineClient
 from tests.service.server import Running, free_port, running
@@ -76,3 +77,21 @@ def test_histogram_counts_into_cumulative_buckets() -> None:
     histogram.observe(2.0, times=3)
     samples = {s.labels.get("le", s.name): s.value for s in histogram.family().samples}
     assert samples == {"1.0": 2, "2.0": 6, "+Inf": 7, "h_count": 7, "h_sum": 12.0}
+
+
+def test_histogram_loses_nothing_while_it_is_scraped() -> None:
+    histogram, done = Histogram("h", "help", (1, 2)), threading.Event()
+
+    def scrape_all_the_time() -> None:
+        while not done.is_set():
+            histogram.family()
+
+    scraping = threading.Thread(target=scrape_all_the_time)
+    scraping.start()
+    for _ in range(5 * OBSERVED_AT_ONCE):
+        histogram.observe(1.5)
+    done.set()
+    scraping.join()
+    samples = {s.labels.get("le", s.name): s.value for s in histogram.family().samples}
+    assert samples["1.0"] == 0
+    assert samples["2.0"] == samples["+Inf"] == histogram.count == 5 * OBSERVED_AT_ONCE

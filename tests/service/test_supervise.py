@@ -36,7 +36,7 @@ class Factory:
             engine.start = _refuse_to_start  # type: ignore[method-assign]
         if not self.beats:
             engine.hang()
-            engine.stats_overrides = {"heartbeat": 0.0}
+            engine.stats_overrides = {"heartbeat": 0.0, "progressed": 0.0}
         self.engines.append(engine)
         return engine
 
@@ -139,7 +139,7 @@ async def test_first_request_before_any_heartbeat_is_served() -> None:
     """Also after a restart, when the engine before gave its last sign of life long ago."""
     async with supervised(restart=True) as (served, factory):
         factory.newest.hang()
-        factory.newest.stats_overrides = {"heartbeat": 0.0}
+        factory.newest.stats_overrides = {"heartbeat": 0.0, "progressed": 0.0}
         assert served.server.replica.ready
         assert (await capacity(served)).load.engine_heartbeat_age.ToSeconds() == 0
         await asyncio.sleep(QUICK.heartbeat_timeout + 0.1)

@@ -182,7 +182,7 @@ class TestStopAcrossTokens:
         tok = tokenizer("byte-fallback")
         ids = fallback_ids("a模b".encode())
         output = OutputText(tok, stop_strings=["模"])
-        assert output.push(ids) == Delta()
+        assert output.push(ids) == Delta([], "", [])
         delta = output.finish()
         assert (delta.text, delta.stopped) == ("a", "模")
 
@@ -237,3 +237,15 @@ def test_a_continuation_keeps_its_leading_space() -> None:
     for prompt, text in (([], "the dog"), ([1], "the dog"), (tok.encode("a"), " the dog")):
         output = OutputText(tok, prompt_token_ids=prompt)
         assert output.push(ids).text + output.finish().text == text
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_whole_texts_are_what_the_token_adds_to_any_text(kind: str) -> None:
+    tok = tokenizer(kind)
+    start = tok.encode("ab", add_special_tokens=False)
+    whole = [(token_id, text) for token_id in range(tok.size) if (text := tok.whole_texts[token_id]) is not None]
+    assert len(whole) > 50
+    for token_id, text in whole:
+        assert tok.decode([*start, token_id, *start]) == tok.decode(start) + text + tok.decode([*start, *start])[2:]
+        assert token_id not in tok.special_ids
+    assert tok.whole_texts[tok.size] is None

@@ -1,0 +1,69 @@
+"""With many streams open, each sends what several steps brought in one message; first tokens and ends never wait."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from octavo.v1 import generation_pb2 as pb
+from service.live import OpenStreams
+from service.stream import MOST_PACE_SECONDS, pace
+from tests.service.calls import Stream, run_stream, start, start_message
+from tests.service.fake_engine import Script
+from tests.service.server import Running
+
+
+def test_few_streams_send_every_token_at_once_and_no_token_waits_long() -> None:
+    paces = [pace(streams) for streams in range(1000)]
+    assert paces[1] == paces[8] == 0.0
+    assert paces == sorted(paces)
+    assert paces[64] > 0.008
+    assert paces[-1] == MOST_PACE_SECONDS == 0.010
+
+
+@pytest.fixture
+def paced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(OpenStreams, "pace", lambda self: 0.3)
+
+
+@pytest.mark.usefixtures("paced")
+async def test_tokens_of_several_steps_share_a_message(served: Running) -> None:
+    served.engine.step_delay = 0.005
+    log = await run_stream(served, start(max_tokens=26))
+    assert log.text() == "abcdefghijklmnopqrstuvwxyz"
+    assert log.deltas[0].token_count == 1
+    assert len(log.deltas) <= 3
+
+
+@pytest.mark.usefixtures("paced")
+async def test_each_first_token_goes_at_once(served: Running) -> None:
+    """Also that of a second request on a stream that has just sent."""
+    served.engine.plan = lambda _: Script(steps_per_token=10**9, steps_before_first=0)
+    stream = Stream(served)
+    loop = asyncio.get_running_loop()
+    for request_id in ("a", "b", "c"):
+        await stream.send(start_message(request_id=request_id))
+        while not stream.logs[request_id].events:
+            await stream.read()
+        (live,) = [live for live in served.engine.live if live.steps < 10**9 and live.script.steps_per_token > 1]
+        live.script = Script(steps_per_token=1)
+        began = loop.time()
+        await stream.read_until_tokens(request_id, 1)
+        assert loop.time() - began < 0.2
+        live.script = Script(steps_per_token=10**9 + 1)
+        live.steps = 10**9
+    stream.call.cancel()
+
+
+@pytest.mark.usefixtures("paced")
+async def test_an_end_goes_at_once(served: Running) -> None:
+    served.engine.plan = lambda _: Script(tokens=[97, 98], fail_after=2)
+    loop = asyncio.get_running_loop()
+    began = loop.time()
+    stream = Stream(served)
+    await stream.send(start_message(request_id="a", output=pb.OutputOptions()))
+    await stream.read_until_ended("a")
+    assert loop.time() - began < 0.25
+    assert stream.logs["a"].failed.usage.completion_tokens == 2
+    stream.call.cancel()
