@@ -150,6 +150,17 @@ def run_to_end(loop: StepLoop, max_steps: int = 10_000) -> list[Event]:
     raise AssertionError(f"work left after {max_steps} steps")
 
 
+def preempt(loop: StepLoop, name: str) -> None:
+    """Makes a running request yield now, wherever it is, as a plan without blocks would."""
+    scheduler = loop.scheduler
+    [sequence] = [sequence for sequence in scheduler._running if sequence.group.request_id == name]
+    scheduler.residency.begin_plan()
+    scheduler._preempt(sequence)
+    moves = scheduler.residency.end_plan()
+    scheduler.residency.take_freed(moves)
+    loop.runner.launch(StepPlan(0, [], [], moves))
+
+
 def tokens_of(events: list[Event], name: str, candidate: int = 0) -> list[int]:
     return [
         token

@@ -11,7 +11,7 @@ from engine.loop import StepLoop
 from engine.schedule.forecast import OutputForecast, peak_tokens
 from engine.schedule.policy import PriorityWithAgeing
 from engine.types import Event, GenerationRequest, SamplingParameters, StopCriteria, TokensGenerated
-from tests.schedule.fake_model import expected, finished, make_loop, request, run_to_end, tokens_of
+from tests.schedule.fake_model import expected, finished, make_loop, preempt, request, run_to_end, tokens_of
 
 
 def run(loop: StepLoop, *requests: GenerationRequest) -> list[Event]:
@@ -80,6 +80,9 @@ def test_full_churn_leaves_no_phantom_hits() -> None:
     run(loop, request("a", first, 2))
     for index in range(6):
         run(loop, request(f"x{index}", [500 + index] * 20, 2))
+    index, allocator = loop.scheduler.residency.prefix_index, loop.scheduler.tables.allocator
+    assert index is not None
+    assert len(index.read(0, 100).blocks) == allocator.num_cached
     events = run(loop, request("b", first, 2))
     assert cached(events, "b") == 0
     assert tokens_of(events, "b") == expected(first, 2)
@@ -178,6 +181,57 @@ def test_swap_falls_back_to_recompute_and_ends_empty(swap_blocks: int, lookahead
     if swap_blocks == 100:
         assert counters.swaps == counters.preemptions
         assert counters.computed_tokens <= 4 * 31 + counters.preemptions + 4  # nothing is computed twice
+
+
+@pytest.mark.parametrize("lookahead", [False, True])
+@pytest.mark.parametrize("caching", [False, True])
+@pytest.mark.parametrize("mode", [PreemptionMode.SWAP, PreemptionMode.RECOMPUTE])
+@pytest.mark.parametrize("length", [3, 4, 5, 7, 8, 9, 11, 12, 13])
+def test_preempted_at_every_length_around_a_block_boundary(
+    length: int, mode: PreemptionMode, caching: bool, lookahead: bool
+) -> None:
+    """One short of a full block, full, one more; twice in a row, beside another that goes on."""
+    loop = make_loop(
+        num_blocks=20,
+        swap_blocks=20,
+        mode=mode,
+        max_batched_tokens=64,
+        prefix_caching=caching,
+        lookahead=lookahead,
+        kind=AllocatorKind.CHECKED,
+    )
+    loop.scheduler.submit(request("other", [500, 501], 20), 0.0)
+    loop.scheduler.submit(request("victim", [7, 8], 20), 0.0)
+    events = []
+    for _ in range(2):
+        while True:
+            running = [s for s in loop.scheduler._running if s.group.request_id == "victim"]
+            if running and running[0].num_tokens >= length:
+                break
+            events += loop.step().events
+        assert running[0].num_tokens in (length, length + 1, length + 2)
+        preempt(loop, "victim")
+    events += run_to_end(loop)
+    assert tokens_of(events, "victim") == expected([7, 8], 20)
+    assert tokens_of(events, "other") == expected([500, 501], 20)
+    assert finished(events, "victim")[0].timing.preemptions == 2
+    loop.scheduler.check_idle()
+
+
+@pytest.mark.parametrize("first", [3, 4, 5])
+@pytest.mark.parametrize("second", [3, 4, 5])
+@pytest.mark.parametrize("common", [3, 4, 5])
+def test_prompts_about_as_long_as_a_block_in_pairs(first: int, second: int, common: int) -> None:
+    """The first decode needs a new block; together and one after the other, with all their prefixes in common."""
+    prompts = {"a": list(range(first)), "b": [*range(min(common, second)), 90, 91, 92][:second]}
+    loop = make_loop(num_blocks=12, prefix_caching=True, kind=AllocatorKind.CHECKED)
+    for round_ in range(3):
+        items = [request(f"{name}{round_}", prompt, 10) for name, prompt in prompts.items()]
+        batches = [items] if round_ == 1 else [[item] for item in items]
+        for batch in batches:
+            events = run(loop, *batch)
+            for item in batch:
+                assert tokens_of(events, item.request_id) == expected(item.prompt_token_ids, 10)
 
 
 def test_cancelled_while_swapped_out_frees_the_host_blocks() -> None:

@@ -1,0 +1,40 @@
+"""The arrays of a step: what a graph's padded rows may read and write."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from engine.kv.block_table import BlockTables
+from engine.kv.oracle import OracleBlockAllocator
+from engine.run.inputs import HOST_TOKEN, decode_arrays
+from engine.schedule.plan import ScheduledSequence, StepPlan
+from engine.schedule.sequence import RequestGroup, Sequence
+from tests.schedule.fake_model import request
+
+SIZE, SLOTS, BUCKET = 4, 6, 8
+
+
+def test_padded_rows_read_nothing_and_write_to_the_scratch_block() -> None:
+    """Three sequences in a bucket of eight: real rows as they are; the others have no context, no block but the scratch
+    one, and their tokens go where nobody reads."""
+    tables = BlockTables(OracleBlockAllocator(20), SLOTS, 5, SIZE)
+    scheduled = []
+    for row, length in enumerate((1, 8, 11)):
+        slot = tables.acquire_slot()
+        tables.grow([slot], [length])
+        sequence = Sequence(RequestGroup(request(str(row), [row]), row, 0.0), 0, 0, [row] * length, 20)
+        scheduled.append(ScheduledSequence(sequence, slot, length - 1, 1, True))
+    arrays = decode_arrays(StepPlan(1, scheduled, scheduled), tables, BUCKET)
+    assert arrays.context_lens.tolist() == [1, 8, 11] + [0] * 5
+    assert arrays.positions[:3].tolist() == [0, 7, 10]
+    assert [slot // SIZE for slot in arrays.slots[:3]] == [
+        tables.rows[row, pos // SIZE] for row, pos in ((0, 0), (1, 7), (2, 10))
+    ]
+    assert (arrays.slots[3:] // SIZE == 0).all()
+    assert (arrays.block_tables[3:] == 0).all()
+    assert (arrays.targets[3:] == SLOTS).all()
+    assert sorted(arrays.targets[:3]) == [0, 1, 2]
+    assert (arrays.sources[3:] == HOST_TOKEN).all()
+    assert arrays.block_tables.shape == (BUCKET, 5)
+    assert np.array_equal(arrays.query_start, np.arange(BUCKET + 1))
+    assert not arrays.sampling.temperature[3:].any()
