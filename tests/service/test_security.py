@@ -7,6 +7,7 @@ import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -307,3 +308,23 @@ def test_served_address_of_ipv6() -> None:
 async def test_plain_server_serves_everybody(served: Running) -> None:
     async with Client(served.server.address, token="whatever") as client:
         assert await text(client) == "abc"
+
+
+async def test_the_prefix_cache_is_shown_to_those_with_both_rights_only(tmp_path: Path) -> None:
+    """Token ids of a block are what somebody sent."""
+    router = "router-0123456789abcdef"
+    path = tmp_path / "tokens"
+    path.write_text(f"alice {ALICE}\nrouter {router} rights=generate,admin\n")
+    async with running(config=replace(CONFIG, security=SecurityConfig(tokens=path))) as served:
+
+        def watch(token: str) -> Any:
+            metadata = (("authorization", f"Bearer {token}"),)
+            return served.capacity.WatchCacheEvents(
+                capacity_pb2.WatchCacheEventsRequest(), timeout=5, metadata=metadata
+            )
+
+        with pytest.raises(aio.AioRpcError) as error:
+            await watch(ALICE).read()
+        status = calls.error_status(error.value)
+        assert (status.code, status.reason) == (grpc.StatusCode.PERMISSION_DENIED, "RIGHT_MISSING")
+        assert (await watch(router).read()).snapshot_end

@@ -72,7 +72,7 @@ class CapacityServiceServicer:
     def WatchCacheEvents(self, request, context):
         """Prefix-cache changes, for cache-aware routers. OUT_OF_RANGE: changes were lost (the watcher was too slow, or the
         engine is another one): resubscribe from 0. Blocks of requests with a cache salt are not told of. Where tokens are
-        asked for, needs one with the right "admin", since token ids are what others have sent.
+        asked for, needs one with the rights "generate" and "admin", since token ids are what others have sent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -39,7 +39,7 @@ class CapacityServiceStub:
     WatchCacheEvents: _grpc.UnaryStreamMultiCallable[_capacity_pb2.WatchCacheEventsRequest, _capacity_pb2.WatchCacheEventsResponse]
     """Prefix-cache changes, for cache-aware routers. OUT_OF_RANGE: changes were lost (the watcher was too slow, or the
     engine is another one): resubscribe from 0. Blocks of requests with a cache salt are not told of. Where tokens are
-    asked for, needs one with the right "admin", since token ids are what others have sent.
+    asked for, needs one with the rights "generate" and "admin", since token ids are what others have sent.
     """
 
 @_typing.type_check_only
@@ -53,7 +53,7 @@ class CapacityServiceAsyncStub(CapacityServiceStub):
     WatchCacheEvents: _aio.UnaryStreamMultiCallable[_capacity_pb2.WatchCacheEventsRequest, _capacity_pb2.WatchCacheEventsResponse]  # type: ignore[assignment]
     """Prefix-cache changes, for cache-aware routers. OUT_OF_RANGE: changes were lost (the watcher was too slow, or the
     engine is another one): resubscribe from 0. Blocks of requests with a cache salt are not told of. Where tokens are
-    asked for, needs one with the right "admin", since token ids are what others have sent.
+    asked for, needs one with the rights "generate" and "admin", since token ids are what others have sent.
     """
 
 class CapacityServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -82,7 +82,7 @@ class CapacityServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_abc.Iterator[_capacity_pb2.WatchCacheEventsResponse], _abc.AsyncIterator[_capacity_pb2.WatchCacheEventsResponse]]:
         """Prefix-cache changes, for cache-aware routers. OUT_OF_RANGE: changes were lost (the watcher was too slow, or the
         engine is another one): resubscribe from 0. Blocks of requests with a cache salt are not told of. Where tokens are
-        asked for, needs one with the right "admin", since token ids are what others have sent.
+        asked for, needs one with the rights "generate" and "admin", since token ids are what others have sent.
         """
 
 def add_CapacityServiceServicer_to_server(servicer: CapacityServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
