@@ -20,15 +20,18 @@ class TokenPrompt:
 
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
-    """`messages` have the keys role and content; `template_arguments` are extra variables of the chat template."""
+    """`messages` have the keys role and content; `template_arguments` are extra variables of the chat template, which
+    came as so many bytes of JSON."""
 
     messages: list[dict[str, str]]
     add_generation_prompt: bool = True
     template_arguments: dict[str, Any] | None = None
+    argument_bytes: int = 0
 
     @property
     def text_bytes(self) -> int:
-        return sum(len(m["role"].encode()) + len(m["content"].encode()) for m in self.messages)
+        written = sum(len(m["role"].encode()) + len(m["content"].encode()) for m in self.messages)
+        return written + self.argument_bytes
 
 
 Prompt = TextPrompt | TokenPrompt | ChatPrompt

@@ -18,6 +18,9 @@ from engine.text.chat_template import RESERVED, ChatTemplate, ControlTokens, ali
 from engine.text.decoding import DecoderKind, decoder_rules, fallback_byte, token_to_bytes
 from engine.text.gguf_tokenizer import build_gguf_tokenizer
 
+# `tokenizers` keeps the interpreter's lock in `encode` and `decode`, for seconds if a text has megabytes, and lets go
+# of it in their batched forms, which cost a short text more. In characters and in ids.
+_LONG = 2048
 _NAMED = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
@@ -35,7 +38,8 @@ class WholeTexts(dict[int, str | None]):
 
 
 class Tokenizer:
-    """Thread-safe. Ids at or above `size` belong to no token: they decode to nothing and must not be sampled."""
+    """Thread-safe, and other threads run while a long text is tokenized. Ids at or above `size` belong to no token:
+    they decode to nothing and must not be sampled."""
 
     def __init__(
         self,
@@ -151,6 +155,8 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Bytes that are no UTF-8 become U+FFFD."""
+        if len(ids) > _LONG:
+            return self._backend.decode_batch([list(ids)], skip_special_tokens=skip_special_tokens)[0]
         return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
     def token_bytes(self, token_id: int) -> bytes:
@@ -199,6 +205,8 @@ class Tokenizer:
 
     def _encode(self, backend: tokenizers.Tokenizer, text: str, special: bool, field: str) -> tokenizers.Encoding:
         try:
+            if len(text) > _LONG:
+                return backend.encode_batch([text], add_special_tokens=special)[0]
             return backend.encode(text, add_special_tokens=special)
         except (TypeError, UnicodeEncodeError):
             raise InvalidRequestError(field, "the text has lone surrogates, which no UTF-8 text can have") from None

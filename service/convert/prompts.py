@@ -43,6 +43,7 @@ def parse_chat(chat: generation_pb2.Chat, path: str) -> ChatPrompt:
         messages=[{"role": m.role, "content": m.content} for m in chat.messages],
         add_generation_prompt=or_default(chat, "add_generation_prompt", True),
         template_arguments=_parse_template_arguments(chat.template_arguments_json, path),
+        argument_bytes=len(chat.template_arguments_json.encode()),
     )
 
 

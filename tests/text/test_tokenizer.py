@@ -5,11 +5,16 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import gguf
+import numpy as np
 import pytest
+import tokenizers
 import transformers
 from tokenizers import AddedToken, processors
 
@@ -269,6 +274,55 @@ def test_offsets_are_places_in_the_text() -> None:
     assert offsets[0] == (0, 0)
     assert text[slice(*offsets[1])] == "the"
     assert offsets[-1][1] == len(text)
+
+
+class TestLongTexts:
+    """Megabytes take seconds; whoever else runs in the process must not wait for them."""
+
+    TEXT = "The quick brown fox, žluťoučký kůň. <|im_start|>" * 8000
+
+    @pytest.mark.parametrize("kind", ["demo", "byte-fallback"])
+    def test_have_the_tokens_of_the_library(self, kind: str) -> None:
+        tok = tokenizer(kind)
+        library = tokenizers.Tokenizer.from_str(tok.to_json())
+        text = "".join(CORPUS) * 5
+        expected = library.encode(text)
+        assert tok.encode_with_offsets(text) == (expected.ids, expected.offsets)
+        assert tok.encode(text) == expected.ids
+        for skip in (True, False):
+            assert tok.decode(expected.ids, skip) == library.decode(expected.ids, skip_special_tokens=skip)
+
+    @pytest.mark.parametrize("work", ["encode", "encode_with_offsets", "encode_chat", "decode"])
+    def test_hold_no_other_thread_up(self, work: str) -> None:
+        tok = tokenizer("demo")
+        ids = tok.encode(self.TEXT) * 4
+        jobs: dict[str, Callable[[], object]] = {
+            "encode": lambda: tok.encode(self.TEXT),
+            "encode_with_offsets": lambda: tok.encode_with_offsets(self.TEXT),
+            "encode_chat": lambda: tok.encode_chat([{"role": "user", "content": self.TEXT}]),
+            "decode": lambda: tok.decode(ids),
+        }
+        jobs["encode_chat"]()  # makes the tokenizer for forged control tokens
+        beats: list[float] = []
+        done = threading.Event()
+
+        def beat() -> None:
+            while not done.wait(0.001):
+                beats.append(time.perf_counter())
+
+        watcher = threading.Thread(target=beat)
+        watcher.start()
+        began = time.perf_counter()
+        jobs[work]()
+        ended = time.perf_counter()
+        done.set()
+        watcher.join()
+        gaps = np.diff([began, *(at for at in beats if began < at < ended), ended])
+        assert gaps.max() < (ended - began) / 2
+
+    def test_lone_surrogates(self) -> None:
+        with pytest.raises(InvalidRequestError, match="surrogates"):
+            tokenizer("demo").encode("a" * 5000 + "\ud800")
 
 
 def test_lone_surrogates_are_refused() -> None:
