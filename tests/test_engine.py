@@ -268,6 +268,25 @@ def test_generation_config_does_not_change_sampling(tiny: Path, tmp_path: Path) 
     assert engine(path).generate([request("a", [5, 6, 7, 5, 6, 7], 20)])[0].token_ids == expected
 
 
+def test_yarn_to_its_last_position_and_no_further(tmp_path: Path) -> None:
+    """The length in the config is the scaled one already: it is served as it stands, and nothing is read beyond the
+    table of angles."""
+    scaling = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
+    scaling["attention_factor"] = 1.0
+    path = write_tiny_model(tmp_path, "qwen2", max_position_embeddings=128, rope_parameters=scaling)
+    whole = engine(path, max_model_len=None)
+    assert (whole.info.max_context_tokens, whole.info.max_prompt_tokens) == (128, 127)
+    peer = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
+    for length in (126, 127):
+        prompt = [3 + 7 * index % 400 for index in range(length)]
+        result = whole.generate([request("a", prompt, 50)])[0]
+        expected = peer.generate(torch.tensor([prompt]), max_new_tokens=128 - length, min_new_tokens=1, do_sample=False)
+        assert result.token_ids == expected[0, length:].tolist()
+    refused = whole.generate([request("b", [5] * 128, 1)])[0].failure
+    assert refused is not None
+    assert refused.kind is FailureKind.PROMPT_TOO_LONG
+
+
 def test_ids_that_pad_the_vocabulary_are_never_sampled(tmp_path: Path) -> None:
     """A vocabulary of 640 with a tokenizer of 512, and an output layer that prefers the padding by far."""
     path = write_tiny_model(tmp_path, "qwen2", vocab_size=640, tie_word_embeddings=False)
