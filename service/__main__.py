@@ -124,6 +124,10 @@ def serve(
     admin_port: Annotated[
         int, flag("--admin-port", "Loopback port for drain by RPC and channelz; 0: none.", min=0, max=65535)
     ] = 0,
+    otlp_traces_endpoint: Annotated[
+        str | None,
+        flag("--otlp-traces-endpoint", "OpenTelemetry collector for traces, OTLP over gRPC: http://HOST:4317."),
+    ] = SERVICE.otlp_traces_endpoint,
     tls_cert: Annotated[Path | None, flag("--tls-cert", "Server certificate, PEM.")] = None,
     tls_key: Annotated[Path | None, flag("--tls-key", "Its key, PEM.")] = None,
     tls_client_ca: Annotated[
@@ -182,6 +186,7 @@ def serve(
         hang_timeout=hang_timeout,
         restart_engine=restart_engine,
         admin_port=admin_port or None,
+        otlp_traces_endpoint=otlp_traces_endpoint,
         security=SecurityConfig(tls_cert, tls_key, tls_client_ca, auth_tokens, insecure),
     )
     raise typer.Exit(

@@ -15,7 +15,8 @@ class ServiceConfig:
     drain_timeout: how long running requests may go on after SIGTERM. drain_grace: how long at least the listener stays
     open to refuse politely. heartbeat_timeout: an engine silent for longer is not ready. hang_timeout and
     restart_engine: as SupervisedEngine has them. max_message_bytes: the largest request that is accepted, which bounds
-    prompts too. model_aliases: names that requests may use beside the served one.
+    prompts too. model_aliases: names that requests may use beside the served one. otlp_traces_endpoint: where
+    OpenTelemetry spans go by OTLP over gRPC; None leaves it to OpenTelemetry's own environment variables.
     """
 
     host: str = "127.0.0.1"
@@ -31,4 +32,5 @@ class ServiceConfig:
     model_aliases: frozenset[str] = frozenset()
     stream: StreamLimits = field(default_factory=StreamLimits)
     admin_port: int | None = None
+    otlp_traces_endpoint: str | None = None
     security: SecurityConfig = field(default_factory=SecurityConfig)

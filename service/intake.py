@@ -79,7 +79,8 @@ class Intake:
         client_id = generation.request_id or engine_id
         request = LiveRequest(replica.engine, engine_id, client_id, CALLER.get(), replica.live)
         timer = replica.metrics.timer(generation.arrival)
-        output = RequestOutput(generation, request, replica.tokenizer, timer, pending, on_ready)
+        span = replica.spans.begin(generation, replica.info.instance_id)
+        output = RequestOutput(generation, request, replica.tokenizer, timer, span, pending, on_ready)
         request.output = output
         return request, output
 

@@ -62,6 +62,8 @@ class LiveRequest:
         self._requests.remove(self)
         if self.submitted:
             self._engine.cancel(self.engine_id)
+        elif self.output is not None and not self.output.closed:
+            self.output.cancel_unsubmitted()  # nobody else would note its end
 
     def ended(self) -> None:
         self._requests.remove(self)

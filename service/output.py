@@ -42,6 +42,7 @@ from service.convert.events import (
 from service.convert.unary import FinishedCandidate, unary_response
 from service.metrics import RequestTimer
 from service.request import Generation
+from service.spans import RequestSpan
 from service.status import Failure, from_engine, internal
 
 LOGGER = logging.getLogger(__name__)
@@ -176,6 +177,7 @@ class RequestOutput:
         control: Control,
         tokenizer: Tokenizer,
         timer: RequestTimer,
+        span: RequestSpan,
         pending: PendingBytes,
         on_ready: Callable[[RequestOutput], None],
     ) -> None:
@@ -197,6 +199,8 @@ class RequestOutput:
         self._tokenizer = tokenizer
         self._pending = pending
         self._timer = timer
+        self._span = span
+        self._finishes: list[FinishReason] = []
         self._on_ready = on_ready
         self._sequence = 0
         self._admitted: Admitted | None = None
@@ -247,6 +251,7 @@ class RequestOutput:
                 self._prompt_scores += event.logprobs
             case Admitted():
                 self._admitted = event
+                self._span.admitted(self.control.engine_id, event.queue_position)
             case RequestFinished():
                 self._on_finished(event)
             case RequestFailed():
@@ -262,6 +267,8 @@ class RequestOutput:
             return
         count = len(event.token_ids)
         if count:
+            if not self._generated:
+                self._span.first_token()
             self._generated += count
             candidate.last_token_at = self._timer.tokens(count, candidate.last_token_at)
         delta = candidate.text.push(*self._output_tokens(event))
@@ -294,6 +301,7 @@ class RequestOutput:
         self, candidate: CandidateOutput, delta: Delta, finish: CandidateFinish, stop_sequence: str | None = None
     ) -> None:
         candidate.ended = True
+        self._finishes.append(finish.reason)
         candidate.add(piece_of(delta, finish, stop_sequence))
 
     def _on_finished(self, event: RequestFinished) -> None:
@@ -346,6 +354,7 @@ class RequestOutput:
             self.failure = failure.with_usage(usage)
             self._drop_if_windowed()
         self._timer.ended(failure, usage, self.timing, cancelled=self.cancelled)
+        self._span.ended(failure, usage, self.timing, self._finishes, cancelled=self.cancelled)
         LOGGER.info("request ended", extra=self._log_fields())
         self.control.ended()
 

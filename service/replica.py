@@ -19,6 +19,7 @@ from service.metrics import Metrics
 from service.quota import Quotas
 from service.rate import RequestRate
 from service.revision import Revision
+from service.spans import Spans
 
 WATCH_SECONDS = 0.1
 
@@ -40,10 +41,12 @@ class Replica:
         engine: EngineClient,
         tokenizer: Tokenizer,
         config: ServiceConfig,
+        spans: Spans,
     ) -> None:
         self.engine = engine
         self.tokenizer = tokenizer
         self.config = config
+        self.spans = spans
         self.quotas = Quotas()
         self.live = LiveRequests(self.quotas)
         self.rate = RequestRate()

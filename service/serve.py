@@ -23,6 +23,7 @@ from engine import (
 from service.config import ServiceConfig
 from service.server import Server, check_ports, check_security
 from service.supervise import SupervisedEngine, kill_process
+from service.tracing import check_traces
 
 LOGGER = logging.getLogger(__name__)
 
@@ -52,6 +53,7 @@ async def serve(engine_config: EngineConfig, service_config: ServiceConfig, *, i
     before any port is opened."""
     try:
         check_security(service_config)
+        check_traces(service_config.otlp_traces_endpoint)
         check_ports(service_config)
         tokenizer = await asyncio.to_thread(load_tokenizer, engine_config.model)
     except ConfigurationError as error:

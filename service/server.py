@@ -28,16 +28,19 @@ from service.ports import cannot_listen, try_ports
 from service.reflection import ADMIN_SERVICES, SERVICES, enable_reflection
 from service.replica import Replica
 from service.security import check_exposure, listen_address, server_credentials
+from service.spans import NoSpans, Spans
 from service.status import drain_timeout, draining
 from service.supervise import engine_pid
 from service.tokenization import TokenizationService
 from service.tokens import Right, TokenFile
+from service.tracing import TraceParents, open_spans
 
 LOGGER = logging.getLogger(__name__)
 
 DRAIN_POLL_SECONDS = 0.02
 LAST_EVENTS_SECONDS = 2.0
 STOP_GRACE_SECONDS = 0.5
+SPANS_SECONDS = 2.0
 HURRIED_SECONDS = 0.2  # what each of three steps gets of it once nobody wants to wait
 TOKENS_RELOAD_SECONDS = 1.0
 LOOPBACK = "127.0.0.1"
@@ -77,11 +80,15 @@ def check_ports(config: ServiceConfig) -> None:
 class Server:
     """A gRPC server over a started engine. Keep a reference to it while it serves."""
 
-    def __init__(self, engine: EngineClient, tokenizer: Tokenizer, config: ServiceConfig) -> None:
-        """Raises ConfigurationError as `check_security` does."""
+    def __init__(
+        self, engine: EngineClient, tokenizer: Tokenizer, config: ServiceConfig, spans: Spans | None = None
+    ) -> None:
+        """spans: None for those that the configuration asks for. Raises ConfigurationError as `check_security` and
+        `check_traces` do."""
         check_security(config)
         self.config = config
-        self.replica = Replica(engine, tokenizer, config)
+        self._spans = spans or open_spans(config.otlp_traces_endpoint, engine.info.model)
+        self.replica = Replica(engine, tokenizer, config, self._spans)
         self.port = 0
         self.admin_port = 0
         self.drain_requested = asyncio.Event()
@@ -100,7 +107,8 @@ class Server:
 
     def _interceptors(self, right: Right) -> list[aio.ServerInterceptor[Any, Any]]:
         authentication = [] if self.tokens is None else [BearerAuthentication(self.tokens, right)]
-        return [*authentication, MalformedRequests()]
+        tracing = [] if isinstance(self._spans, NoSpans) else [TraceParents()]
+        return [*authentication, *tracing, MalformedRequests()]
 
     def _add_services(self) -> None:
         replica, server = self.replica, self._grpc
@@ -168,6 +176,7 @@ class Server:
             await asyncio.to_thread(self._metrics.stop)
             self._metrics = None
         await self._stop_engine(stop_now)
+        await asyncio.to_thread(self._spans.close, HURRIED_SECONDS if stop_now.is_set() else SPANS_SECONDS)
         await self.replica.close()
         LOGGER.info("stopped")
 
