@@ -123,6 +123,33 @@ def report(folder: Annotated[Path, typer.Argument(help="A result.")]) -> None:
     console.print(f"page: {page}", highlight=False)
 
 
+@app.command()
+def compare(
+    first: Annotated[Path, typer.Argument(help="A result.")],
+    second: Annotated[Path, typer.Argument(help="The result that is judged against it.")],
+    out: Annotated[
+        Path | None, typer.Option("--out", help="Folder of the page; default build/load/compare-TIME.")
+    ] = None,
+    seed: Annotated[int, typer.Option("--seed", help="Of the intervals' draws.")] = 1,
+) -> None:
+    """Is the second result faster, slower, the same? Paired by level, with intervals; a table and a page."""
+    from loadtest.compare import CompareError
+    from loadtest.comparing import levels_line, sentence, table, write_comparison
+
+    try:
+        where = out or Path("build") / "load" / f"compare-{datetime.now():%Y%m%d-%H%M%S}"
+        comparison, page = write_comparison(first, second, where, seed)
+    except (ResultError, CompareError) as error:
+        typer.echo(f"loadtest: {error}", err=True)
+        raise typer.Exit(2) from None
+    console.print(table(comparison))
+    console.print(levels_line(comparison), highlight=False)
+    for caution in comparison.cautions:
+        console.print(f"  note: {caution}", highlight=False)
+    console.print(sentence(comparison), style="bold", highlight=False)
+    console.print(f"page: {page}", highlight=False)
+
+
 def show(result: Result, summary: Summary) -> None:
     if summary.knee is not None:
         knee = summary.knee

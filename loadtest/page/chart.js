@@ -200,13 +200,13 @@
         ...(panel.strip ?? []).map((mark) => mark.level_class),
         ...series.flatMap((one) => one.classes ?? []),
       ]);
-      const bands = (panel.bands ?? []).filter((band) => band.colour !== "window");
+      const bands = (panel.bands ?? []).filter((band) => band.label !== "window");
       if (series.length < 2 && !classes.size && !bands.length) return;
       const box = html(this.root, "div", "legend");
       if (series.length > 1) for (const one of series) this.key(box, one);
       for (const band of bands) {
         const item = html(box, "span", "key");
-        html(item, "i", "swatch").style.background = "var(--knee)";
+        html(item, "i", "swatch").style.background = `var(--${band.colour ?? "knee"})`;
         item.append(band.label);
       }
       for (const name of Object.keys(SHAPES)) {
@@ -245,7 +245,10 @@
       const base = shared ? 150 : Math.min(380, Math.max(220, width * (width > 800 ? 0.36 : 0.56)));
       const stripHeight = panel.strip?.length ? 16 : 0;
       const labelled = !shared || last;
-      const m = { left: 0, right: 14, top: 8, bottom: (labelled ? 42 : 20) + stripHeight };
+      const longest = Math.max(0, ...(panel.x.categories ?? []).map((name) => name.length));
+      this.turned = longest * 6.8 > (width - 90) / Math.max(1, panel.x.categories?.length ?? 1);
+      this.sunk = this.turned ? longest * 4.4 : 0;
+      const m = { left: 0, right: 14, top: 8, bottom: (labelled ? 42 : 20) + stripHeight + this.sunk };
       const height = Math.round(base * (panel.height ?? 1)) + m.top + m.bottom;
       const svg = make(this.plot, "svg", { viewBox: `0 0 ${width} ${height}`, width, height, "aria-hidden": "true" });
       const rows = stacked(panel, this.hidden);
@@ -292,10 +295,14 @@
       for (const tick of x.ticks) {
         const at = x.at(tick);
         make(svg, "line", { class: "grid", x1: at, x2: at, y1: m.top, y2: bottom });
-        make(svg, "text", { class: "tick", x: at, y: bottom + stripHeight + 17, "text-anchor": "middle" }, words(tick, panel.x));
+        const y_ = bottom + stripHeight + 17;
+        const place = this.turned
+          ? { "text-anchor": "end", transform: `translate(${at + 4} ${y_ - 4}) rotate(-40)` }
+          : { x: at, y: y_, "text-anchor": "middle" };
+        make(svg, "text", { class: "tick", ...place }, words(tick, panel.x));
       }
       make(svg, "line", { class: "axis", x1: m.left, x2: right, y1: bottom, y2: bottom });
-      const across = { class: "label", x: (m.left + right) / 2, y: bottom + stripHeight + 35, "text-anchor": "middle" };
+      const across = { class: "label", x: (m.left + right) / 2, y: bottom + stripHeight + 35 + this.sunk, "text-anchor": "middle" };
       if (labelled) make(svg, "text", across, title(panel.x));
       const middle = (m.top + bottom) / 2;
       const up = { class: "label", x: 0, y: 0, "text-anchor": "middle", transform: `translate(12 ${middle}) rotate(-90)` };
@@ -325,7 +332,7 @@
       }
       const path = kind === "step" ? steps(points, afterLast) : points;
       const dash = series.dashed ? ";stroke-dasharray:6 4" : "";
-      make(area, "path", { class: kind === "step" ? "line thin" : "line", d: line(path, x.at, y.at), style: `stroke:${colour}${dash}` });
+      if (series.joined ?? true) make(area, "path", { class: kind === "step" ? "line thin" : "line", d: line(path, x.at, y.at), style: `stroke:${colour}${dash}` });
       (series.low ?? []).forEach((low, index) => {
         const high = series.high[index], at = x.at(series.x[index]);
         if (low === null || high === null) return;

@@ -58,8 +58,9 @@ class Axis(Part, frozen=True, kw_only=True):
 
 
 class Series(Part, frozen=True, kw_only=True):
-    """`colour`: a name of the palette. `low`, `high`: ends of an interval around each y. `censored`: the true value is
-    y or more. `classes`: colours each mark by its level's class. `labels`: what a reader is told of each point."""
+    """`colour`: a name of the palette. `joined`: whether a LINE is drawn through its marks. `low`, `high`: ends of an
+    interval around each y. `censored`: the true value is y or more. `classes`: colours each mark by its
+    level's class. `labels`: what a reader is told of each point."""
 
     name: str
     x: list[float]
@@ -68,6 +69,7 @@ class Series(Part, frozen=True, kw_only=True):
     colour: str = "blue"
     dashed: bool = False
     marks: bool = True
+    joined: bool = True
     low: list[float | None] = []
     high: list[float | None] = []
     censored: list[bool] = []

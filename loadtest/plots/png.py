@@ -14,13 +14,13 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter, NullLocator
 
-from loadtest.plots.figure import Axis, Cell, Figure, Kind, Panel, Scale, Series
+from loadtest.plots.figure import Axis, Band, Cell, Figure, Kind, Panel, Scale, Series
 from loadtest.plots.palette import CLASSES, COLOURS, HEAT, SHAPES
 from loadtest.quantity import by_format
 from loadtest.records import LevelClass
 
 INK, SOFT, GRID = "#1d2430", "#5b6575", "#e3e7ee"
-WINDOW = "#eef2f8"
+WINDOW = "#e6ecf5"
 STYLE: Any = {
     "font.family": "DejaVu Sans",
     "font.size": 9.5,
@@ -83,8 +83,7 @@ def _height(figure: Figure) -> float:
 def _panel(axes: Axes, panel: Panel) -> None:
     _scales(axes, panel)
     for band in panel.bands:
-        colour = WINDOW if band.colour == "window" else COLOURS[band.colour].light
-        axes.axvspan(band.low, band.high, color=colour, linewidth=0, zorder=0, alpha=0.85)
+        axes.axvspan(band.low, band.high, color=_ground(band), linewidth=0, zorder=0, alpha=0.85)
     stack: list[float] = []
     for series in panel.series:
         stack = _series(axes, series, stack)
@@ -92,6 +91,10 @@ def _panel(axes: Axes, panel: Panel) -> None:
     _rules(axes, panel)
     _strip(axes, panel)
     _legend(axes, panel)
+
+
+def _ground(band: Band) -> str:
+    return WINDOW if band.colour == "window" else COLOURS[band.colour].light
 
 
 def _scales(axes: Axes, panel: Panel) -> None:
@@ -130,7 +133,7 @@ def _series(axes: Axes, series: Series, stack: list[float]) -> list[float]:
         axes.step(series.x, y, where="post", color=colour, linewidth=1.4)
     elif series.kind is Kind.STEP:
         axes.step(series.x, y, where="post", color=colour, linewidth=1.6)
-    elif series.kind is Kind.LINE:
+    elif series.kind is Kind.LINE and series.joined:
         axes.plot(series.x, y, style, color=colour, linewidth=1.8, solid_capstyle="round", zorder=3)
     _interval(axes, series, colour)
     if series.kind is Kind.POINTS:
@@ -243,9 +246,7 @@ def _legend(axes: Axes, panel: Panel) -> None:
     """Series and bands, below them classes; above both the panel's title."""
     named = [_handle(series) for series in panel.series if len(panel.series) > 1]
     named += [
-        Rectangle((0, 0), 1, 1, color=COLOURS[band.colour].light, label=band.label)
-        for band in panel.bands
-        if band.colour != "window"
+        Rectangle((0, 0), 1, 1, color=_ground(band), label=band.label) for band in panel.bands if band.label != "window"
     ]
     found = {*(mark.level_class for mark in panel.strip), *(c for series in panel.series for c in series.classes)}
     rows = [row for row in (named, [_dot(level_class) for level_class in LevelClass if level_class in found]) if row]

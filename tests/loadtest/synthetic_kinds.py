@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from pathlib import Path
 
 from msgspec.structs import replace
 
 from loadtest.judge import summarize
 from loadtest.measure import by_level
+from loadtest.plan import LevelPlan
 from loadtest.reading import Reading
 from loadtest.records import (
     FaultCell,
@@ -120,3 +122,29 @@ def _varied(row: RequestRow) -> RequestRow:
 def _with_gpu(row: TelemetryRow) -> TelemetryRow:
     sample = GpuSample(temperature=61.0, power=420.0, sm_clock=1980.0, memory_clock=3201.0, utilization=98.0)
     return replace(row, gpus=[sample])
+
+
+async def _levels(server: SteppingServer, plans: list[LevelPlan], result: Result) -> None:
+    for plan in plans:
+        part = await server.run(plan)
+        result.append_level(part.level, part.rows, part.telemetry)
+
+
+def levels(
+    folder: Path,
+    server: SteppingServer,
+    seed: int,
+    *,
+    closed: tuple[int, ...] = (1, 4, 16),
+    rates: tuple[float, ...] = (12.0, 20.0),
+    beyond: tuple[tuple[float, float], ...] = ((2.0, 80.0),),
+) -> Result:
+    """A few levels of a server, without a search. beyond: (multiple, rate)."""
+    result = Result.create(folder, run_record(seed))
+    times = {"warm_up": 5.0, "window": 30.0, "drain_limit": 30.0}
+    plans = [LevelPlan(phase=Phase.CALIBRATE, concurrency=count, seed=0, **times) for count in closed]
+    plans += [LevelPlan(phase=Phase.LADDER, rate=rate, seed=0, **times) for rate in rates]
+    plans += [LevelPlan(phase=Phase.BEYOND, rate=rate, multiple=by, seed=0, **times) for by, rate in beyond]
+    plans = [dataclasses.replace(plan, seed=seed * 1000 + index) for index, plan in enumerate(plans)]
+    asyncio.run(_levels(server, plans, result))
+    return result

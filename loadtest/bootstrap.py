@@ -1,0 +1,89 @@
+"""Intervals by resampling stretches of time.
+
+Requests of a level are no independent draws: those near in time share a queue. So what is drawn again, with
+replacement, are whole batches of a level's window (`LevelRows.batches`), and all that arrived or ended in them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from loadtest.measure import LevelRows
+
+DRAWS = 4000
+
+Samples = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Batches:
+    """The batches of a group's levels, drawn `DRAWS` times. `counts`: draws x batches, how often each came up."""
+
+    parts: Sequence[LevelRows]
+    counts: npt.NDArray[np.int64]
+    widths: Samples  # seconds
+
+    @classmethod
+    def draw(cls, parts: Sequence[LevelRows], generator: np.random.Generator) -> Batches:
+        widths = np.array([high - low for part in parts for low, high in part.batches()])
+        total = len(widths)
+        counts = generator.multinomial(total, np.full(total, 1 / total), size=DRAWS)
+        return cls(parts, counts, widths)
+
+    def index(self, position: int, at: float) -> int | None:
+        """The batch of a time, of the part at this position; None outside the window."""
+        part = self.parts[position]
+        if not part.begin <= at < part.end:
+            return None
+        batches = len(self.widths) // len(self.parts)
+        return position * batches + min(batches - 1, int((at - part.begin) / part.seconds * batches))
+
+    def rates(self, events: Callable[[LevelRows], Iterable[tuple[float, int]]]) -> Samples:
+        """Of events (time, how many) in the window, a second."""
+        sums = np.zeros(len(self.widths))
+        for position, part in enumerate(self.parts):
+            for at, count in events(part):
+                index = self.index(position, at)
+                if index is not None:
+                    sums[index] += count
+        return np.asarray(self.counts @ sums / (self.counts @ self.widths))
+
+    def quantiles(self, values: Callable[[LevelRows], Iterable[tuple[float, float]]], share: float) -> Samples:
+        """Nearest rank, as `measure.distribution` has it, of values (time, value). Empty if there are none."""
+        found = [
+            (value, index)
+            for position, part in enumerate(self.parts)
+            for at, value in values(part)
+            if (index := self.index(position, at)) is not None
+        ]
+        if not found:
+            return np.array([])
+        found.sort()
+        ordered = np.array([value for value, _ in found])
+        batch = np.array([index for _, index in found])
+        # Of each batch: how many of its values are among the first 1, 2, ... of all.
+        below = np.cumsum(batch[None, :] == np.arange(len(self.widths))[:, None], axis=1)
+        totals = self.counts @ below[:, -1]
+        ranks = np.maximum(1, np.ceil(share * totals))
+        low, high = np.zeros(DRAWS, dtype=np.int64), np.full(DRAWS, len(found) - 1)
+        while np.any(low < high):  # all draws' binary searches at once
+            middle = (low + high) // 2
+            reached = np.einsum("db,bd->d", self.counts, below[:, middle]) >= ranks
+            low, high = np.where(reached, low, middle + 1), np.where(reached, middle, high)
+        # A draw may have missed every batch with a value: it says nothing.
+        return np.where(totals > 0, ordered[low], np.nan)
+
+
+def interval(samples: Samples, confidence: float) -> tuple[float, float] | None:
+    """Percentile interval; None if fewer than half of the draws say something."""
+    known = samples[np.isfinite(samples)]
+    if len(known) * 2 < len(samples) or not len(known):
+        return None
+    tail = (1 - confidence) / 2
+    low, high = np.quantile(known, [tail, 1 - tail])
+    return (float(low), float(high)) if math.isfinite(low) and math.isfinite(high) else None

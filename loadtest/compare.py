@@ -1,0 +1,362 @@
+"""Two results, paired level by level: is the second faster, slower, the same, or can it not be told?
+
+Every figure of a pair becomes a ratio with a bootstrap interval, turned so that above 1 means "the second is faster".
+Inside a margin around 1 they are the same; off 1, and not the same, one is faster; else it cannot be told.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+import numpy as np
+
+from loadtest.bootstrap import Batches, Samples, interval
+from loadtest.measure import LevelRows, is_good, measure, served
+from loadtest.plots import axes
+from loadtest.plots.figure import Format
+from loadtest.reading import Reading
+from loadtest.records import Distribution, LevelClass, Limits, Measures, Outcome, Phase, Verdict
+
+MARGIN = 0.05  # within it two figures are the same
+KNEE_MARGIN = 0.10  # of two intervals of up to 5 %
+CONFIDENCE = 0.95
+NEAR = 0.005  # rates that differ by less are one rate
+
+
+class CompareError(Exception):
+    """The two cannot be compared; the message says why."""
+
+
+class Finding(StrEnum):
+    """Of the second result against the first."""
+
+    FASTER = "faster"
+    SLOWER = "slower"
+    SAME = "same"
+    CANNOT_TELL = "cannot tell"
+
+
+@dataclass(frozen=True)
+class Figure:
+    """What is compared. `decides`: without it being the same, the whole is not called the same. `load_bound`: a level
+    that keeps up has it from the load and not from the service."""
+
+    name: str
+    format: Format
+    lower_is_better: bool
+    value: Callable[[Measures], float | None]
+    samples: Callable[[Batches, Limits], Samples]
+    decides: bool = True
+    load_bound: bool = False
+
+
+@dataclass(frozen=True)
+class Change:
+    """`speed`: how many times as fast the second is, with its interval; None where it could not be had."""
+
+    figure: str
+    finding: Finding
+    speed: float | None = None
+    low: float | None = None
+    high: float | None = None
+    first: float | None = None
+    second: float | None = None
+
+
+@dataclass(frozen=True)
+class Side:
+    """One side of a pair: its measures under common limits, and its batches drawn again and again."""
+
+    measures: Measures
+    batches: Batches
+
+    @classmethod
+    def of(cls, reading: Reading, verdict: Verdict, limits: Limits, generator: np.random.Generator) -> Side:
+        parts = reading.parts_of(verdict)
+        return cls(measure(parts, limits), Batches.draw(parts, generator))
+
+
+@dataclass(frozen=True)
+class Pair:
+    name: str
+    first: Verdict
+    second: Verdict
+    changes: list[Change]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """`overall`: over all pairs that can show a figure, and the knee. `unpaired`: levels of either that have no
+    partner. `cautions`: in what the two runs differ besides what they measured."""
+
+    first: Reading
+    second: Reading
+    pairs: list[Pair]
+    overall: list[Change]
+    finding: Finding
+    reason: str
+    unpaired: list[str] = field(default_factory=list)
+    cautions: list[str] = field(default_factory=list)
+
+
+def compare(first: Reading, second: Reading, seed: int = 1) -> Comparison:
+    """Raises CompareError if no level of the one has a partner in the other."""
+    partners = pair_up(first, second)
+    if not partners:
+        raise CompareError("no level of the one result has a partner in the other")
+    generator = np.random.default_rng(seed)
+    limits = first.run.limits
+    pairs, drawn = [], []
+    for name, one, other in partners:
+        sides = Side.of(first, one, limits, generator), Side.of(second, other, limits, generator)
+        speeds = {figure.name: _speeds(figure, *sides, limits) for figure in FIGURES}
+        pairs.append(Pair(name, one, other, [_change(figure, *sides, speeds[figure.name]) for figure in FIGURES]))
+        drawn.append(speeds)
+    overall = _overall(pairs, drawn)
+    overall += [knee] if (knee := knee_change(first, second)) is not None else []
+    finding, reason = conclude(overall)
+    return Comparison(
+        first, second, pairs, overall, finding, reason, unpaired(first, second, partners), cautions(first, second)
+    )
+
+
+# --- pairs -----------------------------------------------------------------------------------------------------------
+
+
+def pair_up(first: Reading, second: Reading) -> list[tuple[str, Verdict, Verdict]]:
+    """The same concurrency; the same rate; else the same multiple of each one's own knee. Void levels have none."""
+    others = [verdict for verdict in second.verdicts if verdict.level_class is not LevelClass.VOID]
+    found = []
+    for verdict in first.verdicts:
+        if verdict.level_class is LevelClass.VOID:
+            continue
+        for name, matches in _partners(verdict):
+            other = next((other for other in others if matches(other)), None)
+            if other is not None:
+                others.remove(other)
+                found.append((name, verdict, other))
+                break
+    return found
+
+
+def _partners(verdict: Verdict) -> list[tuple[str, Callable[[Verdict], bool]]]:
+    """Ways to find a partner, best first, with what such a pair is called."""
+    ways: list[tuple[str, Callable[[Verdict], bool]]] = [(axes.name(verdict), lambda o: o.group == verdict.group)]
+    rate = verdict.rate
+    if rate is not None and verdict.group.startswith("rate:"):
+        ways.append(
+            (
+                axes.name(verdict),
+                lambda o: o.group.startswith("rate:") and abs((o.rate or 0.0) / rate - 1) < NEAR,
+            )
+        )
+    if verdict.phase is Phase.BEYOND and verdict.multiple is not None:
+        times = verdict.multiple
+        ways.append((f"{times:g} × its own knee", lambda o: o.phase is Phase.BEYOND and o.multiple == times))
+    if verdict.phase is Phase.RECOVERY:
+        ways = [(f"recovery from {ways[0][0]}", ways[0][1])]
+    return ways
+
+
+def unpaired(first: Reading, second: Reading, partners: Sequence[tuple[str, Verdict, Verdict]]) -> list[str]:
+    paired = {id(verdict) for _, *both in partners for verdict in both}
+    return [
+        f"{name}: {axes.name(verdict)}"
+        for name, reading in (("first", first), ("second", second))
+        for verdict in reading.verdicts
+        if id(verdict) not in paired
+    ]
+
+
+def cautions(first: Reading, second: Reading) -> list[str]:
+    one, other = first.run, second.run
+    fields = (
+        ("machine", one.fingerprint.cpu, other.fingerprint.cpu),
+        ("cores", one.fingerprint.cores, other.fingerprint.cores),
+        ("GPUs", [gpu.name for gpu in one.fingerprint.gpus], [gpu.name for gpu in other.fingerprint.gpus]),
+        ("model", one.target.model, other.target.model),
+        ("mix", one.mix, other.mix),
+        ("limits (the first's are used for both)", one.limits, other.limits),
+    )
+    found = [f"They differ in {name}: {a} and {b}." for name, a, b in fields if a != b]
+    found += [
+        f"The {name} run did not finish."
+        for name, reading in (("first", first), ("second", second))
+        if not reading.summary.complete
+    ]
+    return found
+
+
+# --- figures ---------------------------------------------------------------------------------------------------------
+
+
+def _of(name: str, share: str) -> Callable[[Measures], float | None]:
+    def value(measures: Measures) -> float | None:
+        found: Distribution | None = getattr(measures, name)
+        return None if found is None else float(getattr(found, share).value)
+
+    return value
+
+
+def _ttft(part: LevelRows) -> Iterable[tuple[float, float]]:
+    """One that has no token yet counts with the time that it has waited, as in `Measures.ttft`."""
+    for row in served(part.arrived):
+        value = row.ttft if row.ttft is not None else row.e2e
+        if value is not None:
+            yield row.intended, value
+
+
+def _tpot(part: LevelRows) -> Iterable[tuple[float, float]]:
+    return ((row.intended, tpot) for row in served(part.arrived) if (tpot := row.tpot) is not None)
+
+
+def _e2e(part: LevelRows) -> Iterable[tuple[float, float]]:
+    return ((row.intended, e2e) for row in served(part.arrived) if (e2e := row.e2e) is not None)
+
+
+def _completions(part: LevelRows) -> Iterable[tuple[float, int]]:
+    return ((row.finish, 1) for row in part.ended if row.outcome is Outcome.COMPLETED and row.finish is not None)
+
+
+def _latency(
+    name: str, share: str, values: Callable[[LevelRows], Iterable[tuple[float, float]]], *, decides: bool
+) -> Figure:
+    quantile = int(share.removeprefix("p")) / 100
+    return Figure(
+        name=f"{name.upper()} {share}",
+        format=Format.SECONDS,
+        lower_is_better=True,
+        value=_of(name, share),
+        samples=lambda batches, limits: batches.quantiles(values, quantile),
+        decides=decides,
+    )
+
+
+# End-to-end latency follows the lengths of the outputs, which another seed draws anew: it decides nothing.
+FIGURES = (
+    _latency("ttft", "p50", _ttft, decides=True),
+    _latency("ttft", "p99", _ttft, decides=False),
+    _latency("tpot", "p50", _tpot, decides=True),
+    _latency("tpot", "p99", _tpot, decides=False),
+    _latency("e2e", "p50", _e2e, decides=False),
+    _latency("e2e", "p99", _e2e, decides=False),
+    Figure(
+        name="completed/s",
+        format=Format.NUMBER,
+        lower_is_better=False,
+        value=lambda measures: measures.completion_rate,
+        samples=lambda batches, limits: batches.rates(_completions),
+        load_bound=True,
+    ),
+    Figure(
+        name="goodput/s",
+        format=Format.NUMBER,
+        lower_is_better=False,
+        value=lambda measures: measures.goodput,
+        samples=lambda batches, limits: batches.rates(
+            lambda part: ((row.intended, 1) for row in part.arrived if is_good(row, limits))
+        ),
+        load_bound=True,
+    ),
+    Figure(
+        name="tokens/s",
+        format=Format.NUMBER,
+        lower_is_better=False,
+        value=lambda measures: measures.token_rate,
+        samples=lambda batches, limits: batches.rates(lambda part: part.stamps()),
+        load_bound=True,
+    ),
+)
+
+
+def shows(figure: Figure, pair: Pair) -> bool:
+    """Whether a pair can show a difference of the service. Latencies of a level that does not keep up are those of its
+    queue; rates of one that does are those of the load."""
+    if pair.first.concurrency is not None:
+        return True
+    both = all(verdict.level_class is LevelClass.KEEPS_UP for verdict in (pair.first, pair.second))
+    neither = all(verdict.level_class is not LevelClass.KEEPS_UP for verdict in (pair.first, pair.second))
+    return neither if figure.load_bound else both
+
+
+# --- judgements ------------------------------------------------------------------------------------------------------
+
+
+def find(low: float, high: float, margin: float = MARGIN) -> Finding:
+    """Of an interval of a speed."""
+    if low >= 1 / (1 + margin) and high <= 1 + margin:
+        return Finding.SAME
+    if low > 1:
+        return Finding.FASTER
+    return Finding.SLOWER if high < 1 else Finding.CANNOT_TELL
+
+
+def knee_change(first: Reading, second: Reading) -> Change | None:
+    """Both ends of the one against both ends of the other. None where a run has no knee."""
+    one, other = first.summary.knee, second.summary.knee
+    if one is None or other is None:
+        return None
+    low, high = other.low / one.high, other.high / one.low
+    middle = [(knee.low + knee.high) / 2 for knee in (one, other)]
+    return Change("knee", find(low, high, KNEE_MARGIN), middle[1] / middle[0], low, high, *middle)
+
+
+def conclude(overall: Sequence[Change]) -> tuple[Finding, str]:
+    """The whole from its figures."""
+    faster = [change for change in overall if change.finding is Finding.FASTER]
+    slower = [change for change in overall if change.finding is Finding.SLOWER]
+    if faster and slower:
+        return Finding.CANNOT_TELL, f"faster in {_names(faster)}, slower in {_names(slower)}"
+    if faster or slower:
+        finding = Finding.FASTER if faster else Finding.SLOWER
+        every = len(faster or slower) == len(overall)
+        return finding, "in every figure" if every else f"in {_names(faster or slower)}"
+    deciding = {figure.name for figure in FIGURES if figure.decides} | {"knee"}
+    open_ones = [c for c in overall if c.finding is Finding.CANNOT_TELL and c.figure in deciding]
+    if open_ones:
+        return Finding.CANNOT_TELL, f"the intervals are too wide in {_names(open_ones)}"
+    return Finding.SAME, f"within {MARGIN:.0%} ({KNEE_MARGIN:.0%} for the knee)"
+
+
+def _names(changes: Sequence[Change]) -> str:
+    return ", ".join(change.figure for change in changes)
+
+
+def _speeds(figure: Figure, first: Side, second: Side, limits: Limits) -> Samples:
+    """Draws of how many times as fast the second is; empty where a side has no value."""
+    before, after = figure.samples(first.batches, limits), figure.samples(second.batches, limits)
+    if not len(before) or not len(after):
+        return np.array([])
+    with np.errstate(divide="ignore", invalid="ignore"):
+        ratio = before / after if figure.lower_is_better else after / before
+    return np.where(np.isfinite(ratio) & (ratio > 0), ratio, np.nan)
+
+
+def _change(figure: Figure, first: Side, second: Side, speeds: Samples) -> Change:
+    before, after = figure.value(first.measures), figure.value(second.measures)
+    found = interval(speeds, CONFIDENCE) if len(speeds) else None
+    if found is None or not before or not after:
+        return Change(figure.name, Finding.CANNOT_TELL, first=before, second=after)
+    speed = before / after if figure.lower_is_better else after / before
+    return Change(figure.name, find(*found), speed, *found, before, after)
+
+
+def _overall(pairs: Sequence[Pair], drawn: Sequence[dict[str, Samples]]) -> list[Change]:
+    """Geometric means over the pairs that can show a figure. Their intervals hold all at once (Bonferroni)."""
+    confidence = 1 - (1 - CONFIDENCE) / len(FIGURES)
+    found = []
+    for figure in FIGURES:
+        logs, points = [], []
+        for pair, speeds in zip(pairs, drawn, strict=True):
+            change = next(change for change in pair.changes if change.figure == figure.name)
+            if shows(figure, pair) and change.speed is not None:
+                logs.append(np.log(speeds[figure.name]))
+                points.append(math.log(change.speed))
+        ends = interval(np.exp(np.mean(logs, axis=0)), confidence) if logs else None
+        if ends is None:
+            continue
+        found.append(Change(figure.name, find(*ends), math.exp(sum(points) / len(points)), *ends))
+    return found

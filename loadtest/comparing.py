@@ -1,0 +1,168 @@
+"""`python -m loadtest compare`: two results as a table, a page and charts."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from loadtest.bootstrap import DRAWS
+from loadtest.compare import CONFIDENCE, FIGURES, KNEE_MARGIN, MARGIN, NEAR, Change, Comparison, Finding, compare
+from loadtest.headline import Tile
+from loadtest.page.render import render
+from loadtest.plots.comparison import figures
+from loadtest.quantity import NONE, by_format, interval, number, seconds, share
+from loadtest.reading import Reading
+from loadtest.report import write_plots
+from loadtest.result import Result
+
+TONES = {Finding.FASTER: "good", Finding.SLOWER: "bad", Finding.SAME: "", Finding.CANNOT_TELL: "none"}
+STYLES = {Finding.FASTER: "green", Finding.SLOWER: "red", Finding.SAME: "", Finding.CANNOT_TELL: "yellow"}
+
+
+def write_comparison(first: Path, second: Path, out: Path, seed: int = 1) -> tuple[Comparison, Path]:
+    """Writes `plots/` and `report.html` into `out`. Raises ResultError, CompareError."""
+    comparison = compare(Reading(Result.open(first)), Reading(Result.open(second)), seed)
+    out.mkdir(parents=True, exist_ok=True)
+    write_plots(out / "plots", figures(comparison))
+    page = out / "report.html"
+    page.write_text(page_of(comparison), encoding="utf-8")
+    return comparison, page
+
+
+def sentence(comparison: Comparison) -> str:
+    if comparison.finding is Finding.CANNOT_TELL:
+        return f"It cannot be told which is faster: {comparison.reason}."
+    return f"The second is {_than(comparison.finding)} the first {comparison.reason}."
+
+
+def _than(finding: Finding) -> str:
+    return "the same as" if finding is Finding.SAME else f"{finding} than"
+
+
+def table(comparison: Comparison) -> Table:
+    """For a terminal: over all levels."""
+    made = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("figure", "second as fast as first", "interval", "finding"):
+        made.add_column(name, justify="left" if name in ("figure", "finding") else "right", no_wrap=True)
+    for change in comparison.overall:
+        made.add_row(
+            change.figure, _speed(change), _interval(change), str(change.finding), style=STYLES[change.finding]
+        )
+    return made
+
+
+def levels_line(comparison: Comparison) -> str:
+    counts = Counter(change.finding for pair in comparison.pairs for change in pair.changes)
+    found = ", ".join(f"{counts[finding]} {finding}" for finding in Finding if counts[finding])
+    return f"{len(comparison.pairs)} pairs of levels, each by {len(FIGURES)} figures: {found}"
+
+
+def page_of(comparison: Comparison) -> str:
+    """The page's HTML."""
+    made = figures(comparison)
+    first, second = comparison.first, comparison.second
+    count = len(comparison.unpaired)
+    unpaired = [f"{count} levels have no partner of the same concurrency, rate or multiple, and are not compared."]
+    context: dict[str, Any] = {
+        "title": f"Octavo load test: {first.folder.name} and {second.folder.name}",
+        "first_name": _name(first),
+        "second_name": _name(second),
+        "sentence": sentence(comparison),
+        "sections": [
+            {"id": anchor, "name": name}
+            for anchor, name in (
+                ("charts", "Charts"),
+                ("figures-overall", "Over all levels"),
+                ("levels", "Level by level"),
+                ("method", "Method"),
+            )
+        ],
+        "tiles": tiles(comparison),
+        "alerts": [*comparison.cautions, *(unpaired if count else [])],
+        "charts": made,
+        "overall": [
+            {
+                "name": change.figure,
+                "finding": str(change.finding),
+                "speed": _speed(change),
+                "interval": _interval(change),
+            }
+            for change in comparison.overall
+        ],
+        "names": [figure.name for figure in FIGURES],
+        "pairs": [
+            {
+                "name": pair.name,
+                "first": pair.first.level_class,
+                "second": pair.second.level_class,
+                "cells": [_cell(change) for change in pair.changes],
+            }
+            for pair in comparison.pairs
+        ],
+        "method": [*method(), *([f"Not compared: {'; '.join(comparison.unpaired)}."] if count else [])],
+    }
+    return render("compare.html", made, **context)
+
+
+def tiles(comparison: Comparison) -> list[Tile]:
+    first, second = comparison.first.summary, comparison.second.summary
+    finding = Tile("The second is", str(comparison.finding), note=comparison.reason, tone=TONES[comparison.finding])
+    knee = Tile("Knee", interval(second.knee, ""), "requests/s", f"the first: {interval(first.knee)}")
+    goodput = Tile(
+        "Best goodput",
+        number(second.measures.get("peak_goodput")),
+        "requests/s",
+        f"the first: {number(first.measures.get('peak_goodput'))} requests/s",
+    )
+    alone = Tile(
+        "First token, a request alone",
+        seconds(second.measures.get("floor_ttft")),
+        note=f"the first: {seconds(first.measures.get('floor_ttft'))}",
+    )
+    return [finding, knee, goodput, alone]
+
+
+def method() -> list[str]:
+    return [
+        "Levels are paired by concurrency; by offered rate, if they differ by less than "
+        f"{share(NEAR)}; beyond the knee else by the multiple of each one's own knee.",
+        f"Intervals: each level's window is cut into ten batches of time, which are drawn {DRAWS} times with "
+        "replacement; so what is near in time stays together. They hold for what varies within a run. What differs "
+        "between two runs of the same code on the same machine (heat, neighbours, memory layout) is not in them.",
+        f"A pair's interval is one of {share(CONFIDENCE)}; those over all levels hold together with "
+        f"{share(CONFIDENCE)} (Bonferroni).",
+        f"Same: the interval lies within {share(MARGIN)} ({share(KNEE_MARGIN)} for the knee, which is an interval "
+        "itself). Faster or slower: it leaves out 1. Else it cannot be told.",
+        "Over all levels, latencies count where both keep up (else they are those of a queue), rates where neither "
+        "does (else they are those of the load), and closed loops for both.",
+        "The whole is called faster or slower if no figure says the opposite, and the same only if median TTFT and "
+        "TPOT, rates and the knee are. End-to-end latency follows the lengths of the outputs as well.",
+    ]
+
+
+def _cell(change: Change) -> dict[str, str]:
+    figure = next(figure for figure in FIGURES if figure.name == change.figure)
+    values = f"{by_format(change.first, figure.format)} → {by_format(change.second, figure.format)}"
+    words = _speed(change) if change.speed is not None else str(change.finding)
+    return {
+        "slug": str(change.finding).replace(" ", "-"),
+        "told": values,
+        "words": words,
+        "interval": _interval(change) if change.speed is not None else "",
+    }
+
+
+def _speed(change: Change) -> str:
+    return NONE if change.speed is None else share(change.speed)
+
+
+def _interval(change: Change) -> str:
+    return NONE if change.low is None else f"{number(change.low * 100)} to {share(change.high)}"
+
+
+def _name(reading: Reading) -> str:
+    run = reading.run
+    return f"{reading.folder.name} ({run.fingerprint.commit[:9]}, {run.created.replace('T', ' ').replace('Z', ' UTC')})"
