@@ -30,6 +30,7 @@ from engine.types import (
 from tests.grammar.test_compiler import AMBIGUOUS, nested_all_of
 from tests.model.tiny import byte_level_tokenizer, write_tiny_model
 from tests.test_engine import engine, request
+from tests.test_engine_sampling import answering_late
 
 PROMPT = [7, 300, 12, 45]
 REGEX = Grammar(GrammarKind.REGEX, "[a-c]{3,9}-[0-9]{2}")
@@ -89,6 +90,13 @@ def test_candidates_and_preemption_keep_the_grammar(tiny: Path, shared: Engine, 
     assert together == alone
     assert small.stats.preemptions > 0
     assert all(re.fullmatch(REGEX.text, tokenizer.decode(ids)) for candidates in together for ids in candidates)
+
+
+def test_a_device_that_answers_a_step_later_draws_the_same(tiny: Path, shared: Engine) -> None:
+    items = [constrained(str(i), REGEX, seed=i, prompt=[*PROMPT, i + 3], n=1 + i % 3) for i in range(4)]
+    alone = [[c.token_ids for c in shared.generate([item])[0].candidates] for item in items]
+    late = answering_late(engine(tiny))
+    assert [[c.token_ids for c in result.candidates] for result in late.generate(items)] == alone
 
 
 def run(engine_: Engine, until: float, events: list[Event]) -> None:

@@ -78,13 +78,17 @@ class _LateRunner(EagerRunner):
     lookahead = True
 
 
+def answering_late(engine_: Engine) -> Engine:
+    runner = engine_.loop.runner
+    assert isinstance(runner, EagerRunner)
+    runner.__class__ = _LateRunner
+    return engine_
+
+
 def test_with_lookahead_a_penalty_waits_for_the_token_before(tiny: Path, shared: Engine) -> None:
     items = editing_requests()[:5]
     alone = [shared.generate([item])[0].token_ids for item in items]
-    late = engine(tiny)
-    runner = late.loop.runner
-    assert isinstance(runner, EagerRunner)
-    runner.__class__ = _LateRunner
+    late = answering_late(engine(tiny))
     assert [result.token_ids for result in late.generate(items)] == alone
 
 
@@ -96,6 +100,7 @@ def test_only_a_penalty_ends_the_lookahead(tiny: Path) -> None:
 
     class Recorder:
         lookahead = True
+        moved: int | None = None
 
         def launch(self, plan: StepPlan) -> FinishedStep:
             launched.append(sum(entry.sequence.num_pending for entry in plan.sampling))

@@ -228,8 +228,7 @@ class Scheduler:
         for index, scores in outcome.prompt_logprobs.items():
             self._take_scores(plan.scheduled[index], scores)
         for index, problem in outcome.failures.items():
-            kind = FailureKind.INVALID if index in outcome.refused else FailureKind.ENGINE_ERROR
-            self.fail(sampling[index].sequence.group.request_id, kind, problem)
+            self._fail_draw(sampling[index].sequence, problem, index in outcome.refused)
         size, events, finished, generated = self.tables.block_size, self._events, Phase.FINISHED, 0
         for entry, token, logprob in zip(sampling, tokens, logprobs, strict=False):
             sequence = entry.sequence

@@ -14,10 +14,12 @@ import psutil  # type: ignore[import-untyped]
 import pytest
 import pytest_asyncio
 
+from engine import load_tokenizer
 from octavo.v1 import capacity_pb2
 from octavo.v1 import generation_pb2 as pb
 from service.client import Client, GenerationError, chat_request, prompt_request
 from tests.service.process import BIN, ROOT, Process, run_command, server_process
+from tests.text.corpus import CORPUS, PROMPTS
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(240), pytest.mark.slow]
 
@@ -100,6 +102,25 @@ async def test_structured_output_is_what_was_asked_for(server: Process) -> None:
         with pytest.raises(GenerationError) as error:
             await answer(client, start)
         assert (error.value.code, error.value.reason) == (grpc.StatusCode.INVALID_ARGUMENT, "GRAMMAR_INVALID")
+
+
+async def test_prompts_in_every_script_are_answered(server: Process) -> None:
+    """Many at a time, through the chat path: no error, and the answers' pieces are whole characters of their tokens."""
+    tokenizer, fields = load_tokenizer("demo"), pb.OutputOptions(token_ids=True, echo_prompt_token_ids=True)
+
+    async def check(client: Client, text: str) -> None:
+        start = chat_request([("user", text)], max_tokens=12, sampling=pb.SamplingParameters(seed=3))
+        start.output.CopyFrom(fields)
+        events = [event async for event in client.generate(start)]
+        prompt = tokenizer.decode(list(events[0].admitted.prompt.token_ids), skip_special_tokens=False)
+        assert f"<|im_start|>user\n{text}<|im_end|>" in prompt
+        ids = [token_id for event in events for token_id in event.delta.token_ids]
+        assert "".join(event.delta.text for event in events) == tokenizer.decode(ids)
+        assert events[-1].HasField("finished")
+
+    async with Client(server.address) as client:
+        await asyncio.gather(*(check(client, text) for text in [*PROMPTS.values(), *CORPUS]))
+        await until_idle(client)
 
 
 async def test_the_prompts_log_probabilities_say_what_surprised_the_model(server: Process) -> None:

@@ -5,14 +5,17 @@ from __future__ import annotations
 import random
 
 import pytest
+import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import AddedToken
 
 from engine.errors import ConfigurationError
 from engine.text.decoding import decoder_rules
 from engine.text.detokenizer import IncrementalDetokenizer
 from engine.text.tokenizer import Tokenizer
-from tests.text.corpus import CORPUS
+from tests.model.tiny import byte_level_tokenizer, sentencepiece_tokenizer, unigram_tokenizer
+from tests.text.corpus import CORPUS, SCRIPTS
 from tests.text.tokenizers_under_test import KINDS, byte_ids, fallback_ids, random_ids, token_ids, tokenizer
 
 FAMILY = "👨‍👩‍👧‍👦"
@@ -34,6 +37,31 @@ def test_ten_thousand_random_sequences(kind: str) -> None:
         assert "".join(pieces(tok, ids, skip=skip)) == expected
     if kind != "metaspace":
         assert broken > 1000  # the sequences must reach invalid bytes
+
+
+ADDED = ["<tool>", "é", "   ", "▁x▁", " lead", "Ġq", "<0x41>zz", "漢", "ů ", "<0xZZ>"]
+
+
+@pytest.mark.parametrize(
+    "backend",
+    [
+        byte_level_tokenizer(),
+        sentencepiece_tokenizer(),
+        unigram_tokenizer(SCRIPTS[::2]),
+        sentencepiece_tokenizer(metaspace=True),
+    ],
+    ids=["byte-level", "byte-fallback", "unigram", "metaspace"],
+)
+def test_tokens_that_were_added_to_a_vocabulary(backend: tokenizers.Tokenizer) -> None:
+    """Their text is theirs, whatever marks of a space or a byte are in it, as the library's decoder has it."""
+    backend.add_tokens([AddedToken(text, normalized=False) for text in ADDED])
+    backend.add_special_tokens([AddedToken("<|end é|>", special=True, normalized=False)])
+    tok, rng = Tokenizer(backend), random.Random(3)
+    ranges = [(0, tok.size), (tok.size - len(ADDED) - 1, tok.size), (3, 262)]
+    for _ in range(3000):
+        ids = [rng.randrange(*rng.choice(ranges)) for _ in range(rng.randrange(12))]
+        skip = rng.random() < 0.5
+        assert "".join(pieces(tok, ids, skip=skip)) == tok.decode(ids, skip_special_tokens=skip)
 
 
 @settings(deadline=None)
