@@ -26,6 +26,7 @@ CPU_SECTIONS = {
     "generation": "tests.bench.generation",
     "service": "tests.bench.service_path",
     "frontend": "tests.service.frontend_cost",
+    "abuse": "tests.service.abuse",
     "shared prefix": "tests.bench.shared_prefix",
     "memory": "tests.bench.memory",
     "impossible job": "tests.bench.impossible_job_cpu",

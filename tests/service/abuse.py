@@ -1,7 +1,9 @@
 """Abuse of a server process by many clients at once: `python -m tests.service.abuse [SECONDS]`.
 
-Clients that never read, are killed, are frozen, send garbage, cancel at random tokens, and well-behaved ones, together
-more than the scripted engine can take. Prints what the well-behaved ones and a health probe saw.
+Clients that never read, are killed, are frozen, send garbage, cancel at random tokens, and well-behaved ones, two
+hundred together and several times more than the scripted engine can take. A prober asks for health and for work all
+the while: its times are the figures. It has a process of its own, and all others, which in life have machines of their
+own, are nice to it and to the server.
 """
 
 from __future__ import annotations
@@ -26,19 +28,20 @@ import service  # noqa: F401  # puts proto/ on the path
 from octavo.v1 import capacity_pb2, capacity_pb2_grpc, generation_pb2, generation_pb2_grpc
 from service.client import error_info
 from service.health import GENERATION_SERVICE, HealthMessages
-from tests.service.process import Process, server_process
+from tests.service.process import ROOT, Process, server_process
 
 ALPHABET = "abcdefghijklmnopqrstuvwxyz"
 OWN_CONNECTION = [("grpc.use_local_subchannel_pool", 1)]
 UNREADING = [*OWN_CONNECTION, ("grpc.http2.bdp_probe", 0)]
 CALL_SECONDS = 20.0
+NICE = ("nice", "-n", "10")
 WARM_SECONDS = 3.0
 
 
 @dataclass
 class Report:
-    """Times in seconds, memory in bytes. outcomes: how the calls of well-behaved clients ended. Times and memory are
-    taken between the clients' start, when two hundred of them connect, and their end."""
+    """Times in seconds, memory in bytes. outcomes: how the calls of well-behaved clients and of the prober ended. Times
+    and memory are taken between the clients' start, when two hundred of them connect, and their end."""
 
     duration: float
     started: float = field(default_factory=time.monotonic)
@@ -58,20 +61,29 @@ class Report:
         half = len(self.memory) // 2
         return max(self.memory[half:]) / max(self.memory[:half]) - 1.0
 
-    def as_json(self) -> str:
-        return json.dumps(
-            {
-                "seconds": self.duration,
-                "outcomes": dict(self.outcomes.most_common()),
-                "wrong_texts": self.wrong_texts,
-                "refusals": len(self.refusal_seconds),
-                "refusal_p99_ms": percentile(self.refusal_seconds, 99) * 1e3,
-                "health_checks": len(self.health_seconds),
-                "health_p99_ms": percentile(self.health_seconds, 99) * 1e3,
-                "memory_growth_percent": 100 * self.memory_growth,
-            },
-            indent=2,
-        )
+    @property
+    def overload(self) -> float:
+        """Requests over requests served, of well-behaved clients, which wait a while after each refusal."""
+        return (self.outcomes["OK"] + self.outcomes["QUEUE_FULL"]) / max(1, self.outcomes["OK"])
+
+    def figures(self) -> dict[str, float]:
+        return {
+            "abuse_seconds": self.duration,
+            "abuse_overload": self.overload,
+            "abuse_refusals": len(self.refusal_seconds),
+            "abuse_refusal_p50_ms": percentile(self.refusal_seconds, 50) * 1e3,
+            "abuse_refusal_p99_ms": percentile(self.refusal_seconds, 99) * 1e3,
+            "abuse_health_checks": len(self.health_seconds),
+            "abuse_health_p99_ms": percentile(self.health_seconds, 99) * 1e3,
+            "abuse_memory_growth_percent": 100 * self.memory_growth,
+        }
+
+    def check(self) -> None:
+        """What must hold however fast the machine is."""
+        assert set(self.outcomes) == {"OK", "QUEUE_FULL", "SERVING"}, f"{self.outcomes}: untyped, or not healthy"
+        assert self.wrong_texts == 0
+        assert self.overload > 2.0, "no overload, no proof"
+        assert self.memory_growth < 0.05
 
 
 def percentile(values: list[float], percent: int) -> float:
@@ -170,26 +182,40 @@ async def wait(stop: asyncio.Event, seconds: float) -> None:
         await asyncio.wait_for(stop.wait(), seconds)
 
 
-# --- well-behaved clients and the probe ------------------------------------------------------------------------------
+# --- well-behaved clients, in a process of their own -----------------------------------------------------------------
 
 
-async def behave(address: str, stop: asyncio.Event, report: Report) -> None:
-    async with aio.insecure_channel(address, OWN_CONNECTION) as channel:
-        await channel.channel_ready()  # connecting is not what is timed
-        while not stop.is_set():
-            tokens = random.randrange(1, 26)
-            started = time.monotonic()
-            try:
-                call = generation_pb2.GenerateUnaryRequest(start=request("behaved", tokens))
-                response = await stub_of(channel).GenerateUnary(call, timeout=CALL_SECONDS)
-                report.outcomes["OK"] += 1
-                report.wrong_texts += response.candidates[0].text != ALPHABET[:tokens]
-            except aio.AioRpcError as error:
-                outcome = reason_of(error)
-                report.outcomes[outcome] += 1
-                if outcome == "QUEUE_FULL" and report.measures:
-                    report.refusal_seconds.append(time.monotonic() - started)
-                await wait(stop, random.uniform(0.1, 0.3))
+async def behave(address: str, seconds: float) -> None:
+    """Prints how their calls ended, and how many texts were wrong."""
+    stop, outcomes, wrong = asyncio.Event(), Counter[str](), Counter[str]()
+
+    async def one() -> None:
+        async with aio.insecure_channel(address, OWN_CONNECTION) as channel:
+            while not stop.is_set():
+                tokens = random.randrange(1, 26)
+                outcome, text = await ask(channel, tokens)
+                outcomes[outcome] += 1
+                wrong["texts"] += outcome == "OK" and text != ALPHABET[:tokens]
+                await wait(stop, 0.0 if outcome == "OK" else random.uniform(0.1, 0.3))
+
+    tasks = [asyncio.create_task(one()) for _ in range(60)]
+    await asyncio.sleep(seconds)
+    stop.set()
+    await asyncio.gather(*tasks)
+    print(json.dumps({"outcomes": outcomes, "wrong_texts": wrong["texts"]}))
+
+
+async def ask(channel: aio.Channel, tokens: int) -> tuple[str, str]:
+    """How a unary call ended, and its text."""
+    call = generation_pb2.GenerateUnaryRequest(start=request("behaved", tokens))
+    try:
+        response = await stub_of(channel).GenerateUnary(call, timeout=CALL_SECONDS)
+        return "OK", response.candidates[0].text
+    except aio.AioRpcError as error:
+        return reason_of(error), ""
+
+
+# --- the prober ------------------------------------------------------------------------------------------------------
 
 
 def reason_of(error: aio.AioRpcError) -> str:
@@ -203,7 +229,7 @@ def reason_of(error: aio.AioRpcError) -> str:
     return str(error_info(status_pb2.Status.FromString(details)).reason)
 
 
-async def probe(server: Process, stop: asyncio.Event, report: Report) -> None:
+async def probe_health(server: Process, stop: asyncio.Event, report: Report) -> None:
     messages, process = HealthMessages(), psutil.Process(server.process.pid)
     async with aio.insecure_channel(server.address, OWN_CONNECTION) as channel:
         check = channel.unary_unary(
@@ -221,6 +247,18 @@ async def probe(server: Process, stop: asyncio.Event, report: Report) -> None:
             await wait(stop, 0.1)
 
 
+async def probe_refusals(server: Process, stop: asyncio.Event, report: Report) -> None:
+    async with aio.insecure_channel(server.address, OWN_CONNECTION) as channel:
+        await channel.channel_ready()  # connecting is not what is timed
+        while not stop.is_set():
+            started = time.monotonic()
+            outcome, _ = await ask(channel, 1)
+            report.outcomes[outcome] += 1
+            if outcome == "QUEUE_FULL" and report.measures:
+                report.refusal_seconds.append(time.monotonic() - started)
+            await wait(stop, 0.03)
+
+
 async def until_idle(address: str) -> capacity_pb2.Capacity:
     async with aio.insecure_channel(address) as channel:
         stub: capacity_pb2_grpc.CapacityServiceAsyncStub = capacity_pb2_grpc.CapacityServiceStub(channel)
@@ -236,34 +274,71 @@ async def until_idle(address: str) -> capacity_pb2.Capacity:
 async def abuse(server: Process, seconds: float) -> Report:
     """Runs everything against a server for so long, then waits until the server holds nothing."""
     report, stop = Report(seconds), asyncio.Event()
-    command = (sys.executable, "-m", "tests.service.abuse", "attack", server.address, str(seconds))
-    attackers = await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.DEVNULL)
-    tasks = [asyncio.create_task(behave(server.address, stop, report)) for _ in range(60)]
-    tasks.append(asyncio.create_task(probe(server, stop, report)))
+    attackers, behaved = await role("attack", server, seconds), await role("behave", server, seconds)
+    probes = [asyncio.create_task(probe(server, stop, report)) for probe in (probe_health, probe_refusals)]
     try:
-        await asyncio.wait_for(attackers.wait(), seconds + 2 * CALL_SECONDS)
+        out, _ = await asyncio.wait_for(behaved.communicate(), seconds + 2 * CALL_SECONDS)
+        await asyncio.wait_for(attackers.wait(), 2 * CALL_SECONDS)
     finally:
-        with contextlib.suppress(ProcessLookupError):
-            attackers.kill()
+        for process in (attackers, behaved):
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
         stop.set()
-    await asyncio.gather(*tasks)
+    await asyncio.gather(*probes)
+    said = json.loads(out)
+    report.outcomes.update(said["outcomes"])
+    report.wrong_texts = said["wrong_texts"]
     await until_idle(server.address)
+    await canary(server.address)
     return report
+
+
+async def role(name: str, server: Process, seconds: float) -> asyncio.subprocess.Process:
+    command = (*NICE, sys.executable, "-m", "tests.service.abuse", name, server.address, str(seconds))
+    pipe, null = asyncio.subprocess.PIPE, asyncio.subprocess.DEVNULL
+    return await asyncio.create_subprocess_exec(*command, stdout=pipe, stderr=null, cwd=ROOT)
+
+
+async def canary(address: str) -> None:
+    async with aio.insecure_channel(address, OWN_CONNECTION) as channel:
+        outcome, text = await ask(channel, 5)
+    assert (outcome, text) == ("OK", "abcde"), f"the canary says {text!r}"
+
+
+def measure() -> dict[str, float]:
+    """A minute of it: the figures. Raises AssertionError where what must hold does not."""
+
+    async def run() -> Report:
+        async with server_process("-m", "tests.service.fake_server", env=OVERLOADED) as server:
+            return await abuse(server, 60.0)
+
+    report = asyncio.run(run())
+    report.check()
+    return report.figures()
 
 
 async def main(arguments: list[str]) -> None:
     match arguments:
         case ["attack", address, duration]:
             await attack(address, float(duration))
+        case ["behave", address, duration]:
+            await behave(address, float(duration))
         case ["victim", address]:
             await victim(address)
         case _:
             seconds = float(arguments[0]) if arguments else 60.0
             async with server_process("-m", "tests.service.fake_server", env=OVERLOADED) as server:
-                print((await abuse(server, seconds)).as_json())
+                report = await abuse(server, seconds)
+                print(json.dumps({"outcomes": dict(report.outcomes), **report.figures()}, indent=2))
+                report.check()
 
 
-OVERLOADED = {"FAKE_MAX_NUM_SEQS": "32", "FAKE_MAX_QUEUED_REQUESTS": "32", "FAKE_STEP_DELAY": "0.01"}
+OVERLOADED = {
+    "FAKE_PROCESS": "1",
+    "FAKE_MAX_NUM_SEQS": "32",
+    "FAKE_MAX_QUEUED_REQUESTS": "32",
+    "FAKE_STEP_DELAY": "0.01",
+}
 
 if __name__ == "__main__":
     asyncio.run(main(sys.argv[1:]))
