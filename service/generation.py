@@ -62,7 +62,7 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
             if output.closed:
                 done.set()
 
-        parsed = parse(request.start, self._replica, arrival, windowed=False)
+        parsed = parse(request.start, self._replica, arrival, windowed=False, in_one=True)
         if isinstance(parsed, Failure):
             output = self._intake.refused("", parsed, arrival, PendingBytes(), on_ready)
         else:
@@ -201,10 +201,10 @@ class StreamCall:
 
 
 def parse(
-    start: generation_pb2.StartGeneration, replica: Replica, arrival: float, *, windowed: bool
+    start: generation_pb2.StartGeneration, replica: Replica, arrival: float, *, windowed: bool, in_one: bool = False
 ) -> Generation | Failure:
     try:
-        return parse_start(start, replica.model, arrival, windowed=windowed)
+        return parse_start(start, replica.model, arrival, windowed=windowed, in_one=in_one)
     except RequestRefusedError as error:
         return error.failure
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from engine import EngineDiedError, GenerationRequest, InvalidRequestError
 from service.admission import Admission
-from service.convert.prompts import check_prompt_bytes, check_prompt_length, check_prompt_scores
+from service.convert.prompts import check_output_scores, check_prompt_bytes, check_prompt_length, check_prompt_scores
 from service.live import LiveRequest
 from service.output import PendingBytes, RequestOutput
 from service.replica import Replica
@@ -100,6 +100,11 @@ class Intake:
                 ids, _ = tokenizer.encode_chat(messages, add_generation_prompt, template_arguments)
                 return ids
 
+    def _most_tokens(self, generation: Generation, prompt_tokens: int) -> int:
+        room = self._replica.info.max_context_tokens - prompt_tokens
+        asked = generation.stop.max_tokens
+        return room if asked is None else min(asked, room)
+
     async def _tokenize_apart(self, request: LiveRequest, output: RequestOutput, deadline: float | None) -> None:
         loop = asyncio.get_running_loop()
         try:
@@ -115,6 +120,7 @@ class Intake:
         generation = output.generation
         check_prompt_length(len(token_ids), self._replica.info)
         check_prompt_scores(len(token_ids), generation.output.prompt_top_logprobs)
+        check_output_scores(self._most_tokens(generation, len(token_ids)), generation.output, generation.sampling.n)
         queue_deadline = _after(generation.arrival, generation.queue_timeout)
         self._admission.check_prompt(generation, len(token_ids), _earlier(deadline, queue_deadline))
         output.begin(token_ids)

@@ -51,6 +51,8 @@ LOGGER = logging.getLogger(__name__)
 EVENT_BYTES = 48
 TOKEN_BYTES = 4
 LOGPROB_BYTES = 24
+EVENT_BYTES_AT_ONCE = 1 << 20  # of one candidate in one event; gRPC clients refuse messages of more than 4 MiB
+GATHERED_BYTES = 1 << 18  # a candidate that coalesces sends when it has so much, whatever the time
 PROMPT_SCORES_AT_ONCE = 1 << 14  # log probabilities of the prompt in one event, alternatives included
 
 
@@ -65,12 +67,20 @@ class Piece(msgspec.Struct, frozen=True, gc=False):
     stop_sequence: str | None = None
 
 
-def piece_of(delta: Delta, finish: CandidateFinish | None = None, stop_sequence: str | None = None) -> Piece:
+def piece_of(
+    delta: Delta, tokenizer: Tokenizer, finish: CandidateFinish | None = None, stop_sequence: str | None = None
+) -> Piece:
     token_ids, text, logprobs = delta.token_ids, delta.text, delta.logprobs
     size = EVENT_BYTES + len(text) + TOKEN_BYTES * len(token_ids)
     if logprobs:
-        size += LOGPROB_BYTES * sum([1 + len(logprob.top) for logprob in logprobs])
+        size += sum([logprob_bytes(logprob, tokenizer) for logprob in logprobs])
     return Piece(token_ids, text, logprobs, size, finish, stop_sequence)
+
+
+def logprob_bytes(logprob: TokenLogprob, tokenizer: Tokenizer) -> int:
+    """Every one of them carries its token's bytes, of which some vocabularies have hundreds."""
+    ids = [logprob.token_id, *[token_id for token_id, _ in logprob.top]]
+    return sum([LOGPROB_BYTES + len(tokenizer.token_bytes(token_id)) for token_id in ids])
 
 
 def joined(pieces: Sequence[Piece]) -> Piece:
@@ -99,6 +109,7 @@ class CandidateOutput:
         self.index = index
         self.text = text
         self.pieces: deque[Piece] = deque()
+        self.held = 0  # bytes of them, roughly
         self.pending = pending
         self.sent = 0
         self.acknowledged = 0
@@ -108,26 +119,45 @@ class CandidateOutput:
 
     def add(self, piece: Piece) -> None:
         self.pieces.append(piece)
+        self.held += piece.size
         self.pending.total += piece.size
 
     def drop(self) -> bool:
         """Forgets what was not sent; says whether the candidate's end was part of it."""
         had_end = bool(self.pieces) and self.pieces[-1].finish is not None
-        self.pending.total -= sum(piece.size for piece in self.pieces)
+        self.pending.total -= self.held
+        self.held = 0
         self.pieces.clear()
         return had_end
 
-    def take(self, window: int) -> Piece | None:
-        """What is ready and the window lets through, as one piece; everything if there is no window (0)."""
+    def take(self, window: int, most: int | None = None) -> Piece | None:
+        """What is ready and the window lets through, as one piece; everything if there is no window (0). most: bytes,
+        but at least one of the pieces that are held."""
         if not window and len(self.pieces) == 1:
             taken = self.pieces.popleft()
         else:
             passing = self._passing(window) if window else len(self.pieces)
+            if most is not None and self.held > most:
+                passing = min(passing, self._within(most))
             if not passing:
                 return None
             taken = joined([self.pieces.popleft() for _ in range(passing)])
+        self.held -= taken.size
         self.pending.total -= taken.size
         return taken
+
+    def passes(self, window: int) -> bool:
+        """Whether the window lets something through."""
+        return bool(self.pieces) and (not window or self._passing(window) > 0)
+
+    def _within(self, most: int) -> int:
+        """How many pieces so many bytes hold; one at least."""
+        total = 0
+        for index, piece in enumerate(self.pieces):
+            total += piece.size
+            if total > most:
+                return max(1, index)
+        return len(self.pieces)
 
     def _passing(self, window: int) -> int:
         """How many pieces the window lets through."""
@@ -295,14 +325,14 @@ class RequestOutput:
 
     def _add(self, candidate: CandidateOutput, delta: Delta) -> None:
         if delta.token_ids or delta.text:
-            candidate.add(piece_of(delta))
+            candidate.add(piece_of(delta, self._tokenizer))
 
     def _end_candidate(
         self, candidate: CandidateOutput, delta: Delta, finish: CandidateFinish, stop_sequence: str | None = None
     ) -> None:
         candidate.ended = True
         self._finishes.append(finish.reason)
-        candidate.add(piece_of(delta, finish, stop_sequence))
+        candidate.add(piece_of(delta, self._tokenizer, finish, stop_sequence))
 
     def _on_finished(self, event: RequestFinished) -> None:
         self.timing = event.timing
@@ -465,10 +495,9 @@ class RequestOutput:
         options = self.options
         if options.coalesce and self._is_gathering(candidate):
             return
-        piece = candidate.take(options.window)
-        if candidate.pieces and self.shut_since is None:
-            self.shut_since = time.monotonic()
+        piece = candidate.take(options.window, EVENT_BYTES_AT_ONCE)
         if piece is None:
+            self._note_held(candidate)
             return
         count = len(piece.token_ids)
         text, token_ids = piece.text if options.text else "", piece.token_ids if options.token_ids else ()
@@ -477,6 +506,8 @@ class RequestOutput:
         )
         candidate.sent += count
         self._begun = True
+        if candidate.pieces:
+            self._note_held(candidate)
         if piece.logprobs:
             fill_logprobs(delta, piece.logprobs, self._tokenizer)
         if options.usage_in_deltas:
@@ -486,9 +517,16 @@ class RequestOutput:
         if options.coalesce:
             candidate.send_after = time.monotonic() + options.coalesce
 
+    def _note_held(self, candidate: CandidateOutput) -> None:
+        """What is left is too much for one message, or waits for acknowledgements."""
+        if candidate.passes(self.options.window):
+            self._on_ready(self)
+        elif self.shut_since is None:
+            self.shut_since = time.monotonic()
+
     def _is_gathering(self, candidate: CandidateOutput) -> bool:
         """Whether a coalescing candidate waits for more; then a timer will ask again."""
-        if not candidate.send_after or candidate.ended or self.closed:
+        if not candidate.send_after or candidate.ended or self.closed or candidate.held > GATHERED_BYTES:
             return False
         wait = candidate.send_after - time.monotonic()
         if wait <= 0:

@@ -39,7 +39,8 @@ Prompt = TextPrompt | TokenPrompt | ChatPrompt
 
 @dataclass(frozen=True, slots=True)
 class OutputOptions:
-    """What a client wants back. `coalesce` is in seconds; `window` in unacknowledged tokens, 0 for none."""
+    """What a client wants back. `coalesce` is in seconds; `window` in unacknowledged tokens, 0 for none; `in_one`: all
+    in one message."""
 
     text: bool = True
     token_ids: bool = False
@@ -49,6 +50,7 @@ class OutputOptions:
     skip_special_tokens: bool = True
     coalesce: float = 0.0
     usage_in_deltas: bool = False
+    in_one: bool = False
     window: int = 0
 
 

@@ -8,10 +8,11 @@ from typing import Any
 from engine import EngineInfo
 from octavo.v1 import generation_pb2
 from service.convert.fields import check_ids, or_default, refuse
-from service.request import ChatPrompt, Prompt, TextPrompt, TokenPrompt
+from service.request import ChatPrompt, OutputOptions, Prompt, TextPrompt, TokenPrompt
 from service.status import invalid, prompt_too_long
 
 MAX_PROMPT_SCORES = 1 << 17  # some 3 MB: a unary response stays below what gRPC clients accept
+MAX_UNARY_SCORES = 1 << 17  # of its output, for the same reason
 
 
 def parse_prompt(start: generation_pb2.StartGeneration, info: EngineInfo) -> Prompt:
@@ -58,6 +59,17 @@ def _parse_template_arguments(text: str, path: str) -> dict[str, Any] | None:
     if not isinstance(value, dict):
         raise refuse(invalid(field_path, "is not a JSON object"))
     return value
+
+
+def check_output_scores(tokens: int, output: OutputOptions, candidates: int) -> None:
+    """Raises RequestRefusedError where a unary response could have more log probabilities than its client takes.
+    tokens: the most that a candidate may have."""
+    if not output.in_one or output.top_logprobs is None:
+        return
+    count = candidates * tokens * (1 + output.top_logprobs)
+    if count > MAX_UNARY_SCORES:
+        problem = f"could give {count} log probabilities; one response has at most {MAX_UNARY_SCORES}: use a stream"
+        raise refuse(invalid("start.output.top_logprobs", problem))
 
 
 def check_prompt_length(tokens: int, info: EngineInfo) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 
 from engine import EngineInfo, Grammar, GrammarKind, StopCriteria
 from octavo.v1 import generation_pb2
@@ -24,11 +25,12 @@ MAX_GRAMMAR_BYTES = 256 << 10
 
 
 def parse_start(
-    start: generation_pb2.StartGeneration, model: ServedModel, arrival: float, *, windowed: bool
+    start: generation_pb2.StartGeneration, model: ServedModel, arrival: float, *, windowed: bool, in_one: bool = False
 ) -> Generation:
     """Validates a request against the served model. Raises RequestRefusedError naming the first bad field.
 
-    arrival: `time.monotonic()` seconds. windowed: whether the RPC can carry acknowledgements.
+    arrival: `time.monotonic()` seconds. windowed: whether the RPC can carry acknowledgements. in_one:
+    whether its answer is one message.
     """
     if len(start.request_id.encode()) > MAX_REQUEST_ID_BYTES:
         raise refuse(invalid("start.request_id", f"is longer than {MAX_REQUEST_ID_BYTES} bytes"))
@@ -42,7 +44,7 @@ def parse_start(
         stop=_parse_stop(start.stop, model.info),
         stop_sequences=_parse_stop_sequences(start.stop.sequences),
         include_stop=start.stop.include_in_output,
-        output=_parse_output(start.output, model.info, windowed=windowed),
+        output=replace(_parse_output(start.output, model.info, windowed=windowed), in_one=in_one),
         grammar=_parse_grammar(start),
         priority=start.scheduling.priority,
         timeout=_parse_timeout(start.scheduling, "timeout"),

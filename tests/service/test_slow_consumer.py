@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
 import grpc
+import pytest
 from grpc import aio
 
 from octavo.v1 import generation_pb2 as pb
@@ -18,8 +20,11 @@ from tests.service.calls import (
     cancel_message,
     error_status,
     read_to_error,
+    refusal,
     rich_status,
     run_bidi,
+    run_stream,
+    run_unary,
     start,
     start_message,
 )
@@ -216,3 +221,56 @@ async def test_failure_does_not_wait_behind_a_shut_window(served: Running) -> No
     assert rich_status(stream.logs["a"].failed.status).reason == "ENGINE_ERROR"
     assert stream.logs["a"].token_count() == 2
     assert await stream.finish() is grpc.StatusCode.OK
+
+
+async def test_messages_stay_below_what_clients_take_however_much_waits() -> None:
+    """Twenty alternatives for each of 24,000 tokens are some 6 MB, most of which wait when the client begins to read."""
+    limits = StreamLimits(pending_bytes=1 << 30, stall=600)
+    async with flooding(limits, tokens_per_step=200) as (served, unreading):
+        request = start(request_id="a", max_tokens=24_000, output=pb.OutputOptions(token_ids=True, top_logprobs=20))
+        stream = await first_output(unreading, request)
+        await until(lambda: served.engine.live_requests == 0)
+        await stream.read_until_ended("a")
+        sizes = [message.ByteSize() for message in stream.messages]
+        assert sum(sizes) > 6_000_000
+        assert max(sizes) < 2_500_000
+        assert stream.logs["a"].token_count() == 24_000
+        assert sum(len(delta.logprobs) for delta in stream.logs["a"].deltas) == 24_000
+        stream.call.cancel()
+
+
+async def test_coalescing_sends_early_what_becomes_large() -> None:
+    """A client that gathers for ten seconds is not one that does not read."""
+    async with flooding(StreamLimits(), tokens_per_step=50) as (served, _):
+        output = pb.OutputOptions(token_ids=True, top_logprobs=20)
+        output.coalesce.FromSeconds(10)
+        log = (await run_bidi(served, start_message(request_id="a", max_tokens=4000, output=output)))["a"]
+        assert log.token_count() == 4000
+        assert len(log.deltas) > 4
+
+
+async def test_unary_refuses_log_probabilities_that_no_response_could_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("service.convert.prompts.MAX_UNARY_SCORES", 100)
+    async with running() as served:
+        output = pb.OutputOptions(top_logprobs=4)
+        for request in (start(max_tokens=21, output=output), start(output=output)):
+            status = await refusal(served, request)
+            assert status.fields == ["start.output.top_logprobs"]
+        assert len((await run_unary(served, start(max_tokens=20, output=output))).candidates[0].logprobs) == 20
+        assert (await run_stream(served, start(max_tokens=21, output=output))).token_count() == 21
+
+
+@pytest.mark.parametrize("multiplexed", [True, False])
+async def test_cancel_of_a_blocked_write_frees_its_request(multiplexed: bool) -> None:
+    """A writer that waits for a client's window learns of the cancel in another way than one that waits for tokens."""
+    async with flooding(StreamLimits(pending_bytes=1 << 40, stall=600)) as (served, unreading):
+        if multiplexed:
+            call = (await first_output(unreading, start(request_id="a"))).call
+        else:
+            call = unreading.generation.GenerateStream(pb.GenerateStreamRequest(start=start()))
+            await call.read()
+        (stream,) = served.server.replica.streams._streams
+        await until(lambda: stream.writing_since is not None and time.monotonic() - stream.writing_since > 0.3)
+        call.cancel()
+        await until(lambda: served.engine.live_requests == 0)
+        await until(lambda: len(served.server.replica.streams) == 0)
