@@ -2,8 +2,8 @@
 
 A prompt that starts with "slow" gets a token every 20 ms; other requests are as fast as the scripted engine is.
 FAKE_STOP_SECONDS: its stop takes so long, or until its process (a `sleep`) is killed; FAKE_SKIP_PORT_CHECK leaves a
-taken port to be found by the start. FAKE_STEP_DELAY, FAKE_MAX_NUM_SEQS and FAKE_MAX_QUEUED_REQUESTS set its speed and
-bounds. FAKE_PROCESS: the engine is a process of its own (scripted_worker), which FAKE_RESTART replaces when it dies.
+taken port to be found by the start. FAKE_STEP_DELAY, FAKE_MAX_NUM_SEQS, FAKE_MAX_QUEUED_REQUESTS and FAKE_MAX_MODEL_LEN
+set its speed and bounds. FAKE_PROCESS: the engine is a process of its own (scripted_worker), which FAKE_RESTART replaces when it dies.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ def in_this_process() -> EngineClient:
         record=False,
         step_delay=float(os.environ.get("FAKE_STEP_DELAY", "0.001")),
         max_num_seqs=number("FAKE_MAX_NUM_SEQS", 64),
+        max_context_tokens=number("FAKE_MAX_MODEL_LEN", 256),
         max_queued_requests=number("FAKE_MAX_QUEUED_REQUESTS", 64),
     )
     engine.plan = slow_if_asked
@@ -51,7 +52,9 @@ def in_this_process() -> EngineClient:
 
 def in_its_own_process() -> EngineClient:
     config = EngineConfig(
-        max_num_seqs=number("FAKE_MAX_NUM_SEQS", 64), max_queued_requests=number("FAKE_MAX_QUEUED_REQUESTS", 64)
+        max_num_seqs=number("FAKE_MAX_NUM_SEQS", 64),
+        max_model_len=number("FAKE_MAX_MODEL_LEN", 256),
+        max_queued_requests=number("FAKE_MAX_QUEUED_REQUESTS", 64),
     )
     return SupervisedEngine(
         lambda: ProcessEngineClient(config, worker="tests.service.scripted_worker"),

@@ -6,13 +6,16 @@ import asyncio
 import signal
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
 
 import grpc
 import psutil  # type: ignore[import-untyped]
 import pytest
 from grpc import aio
 
+from octavo.v1 import generation_pb2 as pb
+from octavo.v1 import generation_pb2_grpc
 from service.client import Client, GenerationError, prompt_request
 from service.health import GENERATION_SERVICE, NOT_SERVING, SERVING, HealthMessages
 from tests.service.process import Process, server_process
@@ -160,3 +163,61 @@ async def test_engine_that_fails_every_step_ends_and_says_why(restart: bool) -> 
             error = await failure(client, "x")
             assert (error.reason, error.message) == ("ENGINE_DIED", "the engine died: 3 steps in a row failed")
         assert "3 steps in a row failed" in "".join(line for line in server.log if '"error"' in line)
+
+
+async def test_engine_processes_are_spawned_and_inherit_no_socket() -> None:
+    """A forked copy of a process in which gRPC runs hangs; one that holds its listening socket keeps the port taken."""
+    async with serving(**RESTARTING) as (server, client, health):
+        listening = {item.laddr.port for item in psutil.Process(server.process.pid).net_connections("tcp")}
+        assert int(server.address.rsplit(":", 1)[1]) in listening
+        for restarts in range(2):
+            engine = engine_of(server)
+            assert engine.cmdline() != psutil.Process(server.process.pid).cmdline()
+            assert engine.net_connections("tcp") == []
+            if not restarts:
+                engine.kill()
+                await health.until(NOT_SERVING, SOON)
+                await health.until(SERVING, 20)
+        assert await text(client, "x") == "abcde"
+
+
+@pytest.mark.slow
+async def test_two_hundred_clients_that_never_read_hold_up_nobody_and_cost_no_memory() -> None:
+    """With gRPC's default windows a client's machine takes whole answers that nobody reads, and what does not fit there
+    is bounded here: the engine never waits."""
+    env = {"FAKE_MAX_MODEL_LEN": "2048", "FAKE_STEP_DELAY": "0.001"}
+    async with serving(**env) as (server, client, health):
+        process = psutil.Process(server.process.pid)
+        await unread(server.address, 40)
+        await idle(client)
+        before = process.memory_info().rss
+        await unread(server.address, 200)
+        assert await text(client, "x") == "abcde"
+        await idle(client)
+        assert await health.status() == SERVING
+        growth = process.memory_info().rss - before
+        print(f"resident memory grew by {growth / 1e6:.1f} MB over {before / 1e6:.0f} MB")
+        assert growth < 30e6
+
+
+async def unread(address: str, clients: int) -> None:
+    """Clients that ask for all that fits, read one message, and hold their calls for a while."""
+    async with AsyncExitStack() as stack:
+        calls = []
+        for _ in range(clients):
+            channel = aio.insecure_channel(address, [("grpc.use_local_subchannel_pool", 1)])
+            stub: Any = generation_pb2_grpc.GenerationServiceStub(await stack.enter_async_context(channel))
+            call = stub.GenerateStream(pb.GenerateStreamRequest(start=prompt_request("x", max_tokens=None)))
+            calls.append(call)
+        await asyncio.gather(*(call.read() for call in calls))
+        async with Client(address) as client:
+            await idle(client)  # though all of them are still there
+
+
+async def idle(client: Client) -> None:
+    async with asyncio.timeout(60):
+        while True:
+            load = (await client.capacity()).load
+            if load.running_requests == load.queued_requests == 0:
+                return
+            await asyncio.sleep(0.05)

@@ -224,7 +224,7 @@ async def test_failure_does_not_wait_behind_a_shut_window(served: Running) -> No
 
 
 async def test_messages_stay_below_what_clients_take_however_much_waits() -> None:
-    """Twenty alternatives for each of 24,000 tokens are some 6 MB, most of which wait when the client begins to read."""
+    """Twenty alternatives for each of 24,000 tokens are some 6 MB, most of which wait when the client reads on."""
     limits = StreamLimits(pending_bytes=1 << 30, stall=600)
     async with flooding(limits, tokens_per_step=200) as (served, unreading):
         request = start(request_id="a", max_tokens=24_000, output=pb.OutputOptions(token_ids=True, top_logprobs=20))
