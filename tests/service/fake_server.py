@@ -3,7 +3,8 @@
 A prompt that starts with "slow" gets a token every 20 ms; other requests are as fast as the scripted engine is.
 FAKE_STOP_SECONDS: its stop takes so long, or until its process (a `sleep`) is killed; FAKE_SKIP_PORT_CHECK leaves a
 taken port to be found by the start. FAKE_STEP_DELAY, FAKE_MAX_NUM_SEQS, FAKE_MAX_QUEUED_REQUESTS and FAKE_MAX_MODEL_LEN
-set its speed and bounds. FAKE_PROCESS: the engine is a process of its own (scripted_worker), which FAKE_RESTART replaces when it dies.
+set its speed and bounds. FAKE_PROCESS: the engine is a process of its own (scripted_worker); with FAKE_RESTART one that
+dies is replaced.
 """
 
 from __future__ import annotations

@@ -185,7 +185,7 @@ async def test_engine_processes_are_spawned_and_inherit_no_socket() -> None:
 async def test_two_hundred_clients_that_never_read_hold_up_nobody_and_cost_no_memory() -> None:
     """With gRPC's default windows a client's machine takes whole answers that nobody reads, and what does not fit there
     is bounded here: the engine never waits."""
-    env = {"FAKE_MAX_MODEL_LEN": "2048", "FAKE_STEP_DELAY": "0.001"}
+    env = {"FAKE_MAX_MODEL_LEN": "2048", "FAKE_STEP_DELAY": "0.001", "FAKE_MAX_QUEUED_REQUESTS": "200"}
     async with serving(**env) as (server, client, health):
         process = psutil.Process(server.process.pid)
         await unread(server.address, 40)
