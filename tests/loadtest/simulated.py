@@ -101,7 +101,7 @@ class SteppingServer:
                 job.admitted = now
                 running.append(job)
             if not running:
-                now = min(cut, coming[0].intended)
+                now = min(cut, coming[0].intended) if coming else cut
                 continue
             now += self.base + self.each * len(running)
             steps += 1

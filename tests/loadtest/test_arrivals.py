@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import statistics
 from pathlib import Path
@@ -21,7 +22,7 @@ def drawn(process: ArrivalProcess, seed: int = 1, **more: float) -> list[float]:
 
 
 def gaps(arrivals: list[float]) -> list[float]:
-    return [after - before for before, after in zip(arrivals, arrivals[1:], strict=False)]
+    return [after - before for before, after in itertools.pairwise(arrivals)]
 
 
 def variation(values: list[float]) -> float:
