@@ -75,8 +75,8 @@ class Batches:
             middle = (low + high) // 2
             reached = np.einsum("db,bd->d", self.counts, below[:, middle]) >= ranks
             low, high = np.where(reached, low, middle + 1), np.where(reached, middle, high)
-        # A draw may have missed every batch with a value: it says nothing.
-        return np.where(totals > 0, ordered[low], np.nan)
+        # A draw may have missed every batch with a value: it says nothing, and its search ran off the end.
+        return np.where(totals > 0, ordered[np.minimum(low, len(found) - 1)], np.nan)
 
 
 def interval(samples: Samples, confidence: float) -> tuple[float, float] | None:

@@ -17,6 +17,7 @@ from loadtest.bootstrap import Batches, Samples, interval
 from loadtest.measure import LevelRows, is_good, measure, served
 from loadtest.plots import axes
 from loadtest.plots.figure import Format
+from loadtest.quantity import seconds
 from loadtest.reading import Reading
 from loadtest.records import Distribution, LevelClass, Limits, Measures, Outcome, Phase, Verdict
 
@@ -171,6 +172,10 @@ def unpaired(first: Reading, second: Reading, partners: Sequence[tuple[str, Verd
     ]
 
 
+def _limits(limits: Limits) -> str:
+    return f"TTFT {seconds(limits.ttft)}, TPOT {seconds(limits.tpot)}"
+
+
 def cautions(first: Reading, second: Reading) -> list[str]:
     one, other = first.run, second.run
     fields = (
@@ -179,7 +184,7 @@ def cautions(first: Reading, second: Reading) -> list[str]:
         ("GPUs", [gpu.name for gpu in one.fingerprint.gpus], [gpu.name for gpu in other.fingerprint.gpus]),
         ("model", one.target.model, other.target.model),
         ("mix", one.mix, other.mix),
-        ("limits (the first's are used for both)", one.limits, other.limits),
+        ("limits (the first's are used for both)", _limits(one.limits), _limits(other.limits)),
     )
     found = [f"They differ in {name}: {a} and {b}." for name, a, b in fields if a != b]
     found += [

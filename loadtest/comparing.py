@@ -13,7 +13,7 @@ from loadtest.compare import CONFIDENCE, FIGURES, KNEE_MARGIN, MARGIN, NEAR, Cha
 from loadtest.headline import Tile
 from loadtest.page.render import render
 from loadtest.plots.comparison import figures
-from loadtest.quantity import NONE, by_format, interval, number, seconds, share
+from loadtest.quantity import NONE, by_format, interval, moment, number, seconds, share
 from loadtest.reading import Reading
 from loadtest.report import write_plots
 from loadtest.result import Result
@@ -165,4 +165,4 @@ def _interval(change: Change) -> str:
 
 def _name(reading: Reading) -> str:
     run = reading.run
-    return f"{reading.folder.name} ({run.fingerprint.commit[:9]}, {run.created.replace('T', ' ').replace('Z', ' UTC')})"
+    return f"{reading.folder.name} ({run.fingerprint.commit[:9]}, {moment(run.created)})"

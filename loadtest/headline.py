@@ -146,7 +146,7 @@ def _recovery_tile(reading: Reading) -> Tile:
         return Tile("Recovery", "never", note=back.evidence, tone="bad")
     drain = f"; drained in {seconds(back.measures.drain)}" if back.measures.drain is not None else ""
     note = f"until a probe was as fast as a request alone (within 1.2 ×){drain}"
-    return Tile("Recovery", seconds(known), note=note, tone="good")
+    return Tile("Recovery", seconds(known), note=note)
 
 
 # --- faults and overhead ---------------------------------------------------------------------------------------------

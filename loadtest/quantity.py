@@ -65,6 +65,11 @@ def interval(found: Interval | None, unit: str = "requests/s") -> str:
     return f"{number(found.low, digits)} to {number(found.high, digits)} {unit}".rstrip()
 
 
+def moment(iso: str) -> str:
+    """A UTC time of ISO 8601."""
+    return iso.replace("T", " ").replace("+00:00", " UTC").replace("Z", " UTC")
+
+
 def by_format(value: float | None, kind: Format) -> str:
     formats = {Format.SECONDS: seconds, Format.SHARE: share, Format.BYTES: size, Format.NUMBER: number}
     return formats[kind](value)

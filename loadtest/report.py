@@ -14,7 +14,7 @@ from loadtest.plots import axes
 from loadtest.plots.catalogue import figures
 from loadtest.plots.figure import Figure
 from loadtest.plots.table import csv_of
-from loadtest.quantity import NONE, number, quantile_of, seconds, share, size
+from loadtest.quantity import NONE, moment, number, quantile_of, seconds, share, size
 from loadtest.reading import Reading
 from loadtest.records import LevelClass, Run, RunKind, Verdict
 from loadtest.result import Result
@@ -57,7 +57,7 @@ def page_of(reading: Reading, made: Sequence[Figure]) -> str:
         "title": f"Octavo load test: {KINDS[run.kind]} of {run.target.model or run.target.address}",
         "kind": KINDS[run.kind],
         "model": run.target.model or run.target.address,
-        "created": run.created.replace("T", " ").replace("Z", " UTC"),
+        "created": moment(run.created),
         "machine": run.fingerprint.gpus[0].name if run.fingerprint.gpus else run.fingerprint.cpu,
         "headline": headline(reading),
         "hero": by_id.get(HERO),
@@ -210,7 +210,7 @@ def facts(run: Run) -> list[dict[str, Any]]:
     ]
     how = [
         ("command", " ".join(run.command)),
-        ("begun", run.created),
+        ("begun", moment(run.created)),
         ("commit", machine.commit),
         ("seed", str(run.seed)),
         ("mix", run.mix),

@@ -469,6 +469,12 @@
       for (const panel of this.panels) panel.draw(Math.floor(panel.root.clientWidth));
       this.root.dataset.drawn = "yes";
     }
+
+    /** For a sheet of paper, whatever the window's width is. */
+    print() {
+      this.width = 0;
+      for (const panel of this.panels) panel.draw(this.wide && this.panels.length !== 2 ? 1000 : 500);
+    }
   }
 
   // --- data -----------------------------------------------------------------------------------------------------------
@@ -545,7 +551,10 @@
   }
 
   const figures = new Map(JSON.parse(document.getElementById("figures").textContent).map((figure) => [figure.id, figure]));
-  for (const root of document.querySelectorAll("[data-figure]")) new Chart(root, figures.get(root.dataset.figure));
+  const roots = [...document.querySelectorAll("[data-figure]")];
+  const charts = roots.map((root) => new Chart(root, figures.get(root.dataset.figure)));
+  window.addEventListener("beforeprint", () => { for (const chart of charts) chart.print(); });
+  window.addEventListener("afterprint", () => { for (const chart of charts) chart.fit(); });
   for (const details of document.querySelectorAll("details[data-of]")) {
     details.addEventListener("toggle", () => { if (details.open) fillTable(details, figures.get(details.dataset.of)); });
   }

@@ -85,7 +85,8 @@ def hockey_stick(reading: Reading) -> Figure | None:
         return None
     most = max(verdict.measures.completion_rate for verdict in sweep)
     series = axes.quantiles(sweep, lambda measures: measures.e2e, lambda verdict: verdict.measures.completion_rate)
-    panel = Panel(x=axes.rate("completed"), y=axes.time("request latency, end to end"), series=series)
+    ends = [one for one in series if one.name != "p95"]
+    panel = Panel(x=axes.rate("completed"), y=axes.time("request latency, end to end"), series=ends)
     return Figure(
         id="05-latency-throughput",
         title="Latency against throughput",
@@ -109,6 +110,7 @@ def pareto(reading: Reading) -> Figure | None:
             x=[verdict.measures.token_rate for verdict in verdicts],
             y=[_speed(verdict) for verdict in verdicts],
             classes=axes.classes(verdicts),
+            joined=name == "closed loop",
             labels=[axes.name(verdict) for verdict in verdicts],
         )
         for name, colour, verdicts in groups

@@ -157,6 +157,16 @@ def test_values_that_hang_together_make_it_wider() -> None:
     assert spread(clustered) > 0
 
 
+def test_a_draw_that_missed_every_value_says_nothing() -> None:
+    """All requests came in one batch of ten; about a third of the draws leave that one out."""
+    part = level_of([1.0, 2.0, 3.0], seconds=100.0)
+    together = [replace(row, intended=5.0 + row.index, first=6.0 + row.index) for row in part.rows]
+    drawn = Batches.draw([LevelRows(part.level, together)], np.random.default_rng(6))
+    samples = FIGURES[0].samples(drawn, LIMITS)
+    assert np.isnan(samples).mean() == pytest.approx(0.9**10, abs=0.03)
+    assert set(samples[np.isfinite(samples)]) == {1.0}
+
+
 def test_nothing_is_made_of_nothing() -> None:
     assert interval(np.array([]), 0.95) is None
     assert interval(np.full(10, np.nan), 0.95) is None

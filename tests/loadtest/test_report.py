@@ -19,7 +19,7 @@ from loadtest.plots.catalogue import figures
 from loadtest.plots.figure import Figure, Kind, Series
 from loadtest.plots.palette import CLASSES, COLOURS, SHAPES
 from loadtest.plots.throughput import rate_at
-from loadtest.quantity import interval, number, quantile, seconds, share, size
+from loadtest.quantity import interval, moment, number, quantile, seconds, share, size
 from loadtest.reading import Reading
 from loadtest.records import Interval, LevelClass, Phase, Quantile
 from loadtest.report import page_of, write_report
@@ -340,6 +340,7 @@ def test_text_on_a_coloured_cell_can_be_read() -> None:
 
 
 def test_quantities_in_words() -> None:
+    assert moment("2026-11-29T20:18:18+00:00") == moment("2026-11-29T20:18:18Z") == "2026-11-29 20:18:18 UTC"
     numbers = {0: "0", 1234567: "1,234,567", 12.34: "12.3", 0.001234: "0.00123", 99.96: "100"}
     assert [number(value) for value in numbers] == list(numbers.values())
     assert [seconds(value) for value in (None, 0.0, 1.5e-5, 0.01234, 0.99999, 75.0)] == [
@@ -422,6 +423,9 @@ def test_legends_tabs_and_data_work(browser: chromium.Page, pages: list[Path], r
 
 @pytest.mark.slow
 def test_the_page_prints(browser: chromium.Page, pages: list[Path]) -> None:
-    browser.open(pages[0], 1280, 900)
-    assert browser.paper().startswith(b"%PDF")
+    """From a telephone, too: charts are drawn anew for the sheet's width, and not blown up."""
+    browser.open(pages[0], 390, 900)
+    paper = browser.paper()
+    assert paper.startswith(b"%PDF")
+    assert 5 <= len(re.findall(rb"/Type\s*/Page\b(?!s)", paper)) <= 14
     assert browser.complaints == []
