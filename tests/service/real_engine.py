@@ -1,0 +1,45 @@
+"""A server over the real engine on a thread of this process, with a tiny model."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine import EngineConfig, load_tokenizer
+from engine.local import LocalEngineClient
+from engine.model.decoder import Decoder
+from service.config import ServiceConfig
+from service.server import Server
+
+DEFAULTS = {"max_num_seqs": 4, "max_model_len": 400, "block_size": 4, "num_threads": 1, "admission_forecast": False}
+
+
+@asynccontextmanager
+async def serving(
+    path: Path, config: ServiceConfig | None = None, **options: Any
+) -> AsyncIterator[tuple[LocalEngineClient, Server]]:
+    """options: the engine's."""
+    engine = LocalEngineClient(EngineConfig(model=str(path), **{**DEFAULTS, **options}))
+    await engine.start()
+    server = Server(engine, load_tokenizer(str(path)), config or ServiceConfig(port=0, drain_grace=0.0))
+    await server.start()
+    try:
+        yield engine, server
+    finally:
+        await server.stop()
+
+
+def slow_down(monkeypatch: pytest.MonkeyPatch, seconds: float = 0.003) -> None:
+    """Steps take so much longer for each layer: slow enough to be met in any state."""
+    mlp = Decoder._mlp
+
+    def slow(self: Decoder, *arguments: Any) -> Any:
+        time.sleep(seconds)
+        return mlp(self, *arguments)
+
+    monkeypatch.setattr(Decoder, "_mlp", slow)
