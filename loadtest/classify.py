@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from loadtest.measure import LevelRows, measure
@@ -93,11 +94,12 @@ def falls_behind(measures: Measures) -> bool:
 
 
 def collapse(measures: Measures, lower: Sequence[Verdict]) -> str | None:
-    """Falls of goodput or of the token rate below the best at a lower rate."""
+    """Falls of goodput or of the token rate below the best at a lower rate, beyond the noise of so few requests."""
+    noise = 2 / math.sqrt(measures.completed + 1)
     for name in ("token_rate", "goodput"):
         best = max((getattr(verdict.measures, name) for verdict in lower), default=0.0)
         value = getattr(measures, name)
-        if value < COLLAPSE * best:
+        if value * (1 + noise) < COLLAPSE * best:
             return f"{name.replace('_', ' ')} {value:.4g}/s is {1 - value / best:.0%} below its best, {best:.4g}/s"
     return None
 

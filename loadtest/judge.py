@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -85,7 +86,15 @@ def summarize(
 
 
 def knee_of(sweep: Sequence[Verdict]) -> Interval | None:
-    return _interval(bracket(sweep, lambda verdict: verdict.level_class is LevelClass.KEEPS_UP), KEEPS_UP)
+    """Its low end is what the highest rate that keeps up surely served: 98 % of it, since that is what keeping up
+    promises, less two standard deviations of the number in flight, which is by how much completions may have been
+    counted into the window by luck."""
+    found = bracket(sweep, lambda verdict: verdict.level_class is LevelClass.KEEPS_UP)
+    if found.low is None:
+        return None
+    measures = next(verdict.measures for verdict in sweep if verdict.rate == found.low)
+    luck = 2 * math.sqrt(measures.in_flight) / measures.arrivals if measures.arrivals else 0.0
+    return _interval(found, KEEPS_UP - luck)
 
 
 def _interval(found: Bracket, share: float) -> Interval | None:

@@ -3,9 +3,14 @@ intended time, rates by when things happened."""
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
 
 from loadtest.records import (
     Distribution,
@@ -19,29 +24,27 @@ from loadtest.records import (
     TelemetryRow,
 )
 
+Floats = NDArray[np.float64]
 BATCHES = 10
 # Student's t, two-sided 95 %, by degrees of freedom (index 0: 1).
 STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
 
 
-def distribution(values: Iterable[float], censored: Iterable[float] = ()) -> Distribution | None:
-    """Censored values are lower bounds: a quantile at or above the least of them that it could be is one, too."""
-    known = [(value, False) for value in values]
-    bounds = [(value, True) for value in censored]
-    merged = sorted(known + bounds)
-    if not merged:
+def distribution(values: Sequence[float], censored: Sequence[float] = ()) -> Distribution | None:
+    """Censored values are lower bounds: a quantile at or above the least of them is one, too."""
+    merged = np.sort(np.concatenate([np.asarray(values, dtype=float), np.asarray(censored, dtype=float)]))
+    if not len(merged):
         return None
-    least_bound = min((value for value, _ in bounds), default=math.inf)
+    least_bound = min(censored, default=math.inf)
 
     def quantile(share: float) -> Quantile:
-        value = merged[max(0, math.ceil(share * len(merged)) - 1)][0]
+        value = float(merged[max(0, math.ceil(share * len(merged)) - 1)])
         return Quantile(value=value, censored=value >= least_bound)
 
-    mean = Quantile(value=sum(value for value, _ in merged) / len(merged), censored=bool(bounds))
     return Distribution(
         count=len(merged),
-        censored=len(bounds),
-        mean=mean,
+        censored=len(censored),
+        mean=Quantile(value=float(merged.mean()), censored=bool(censored)),
         p50=quantile(0.50),
         p90=quantile(0.90),
         p95=quantile(0.95),
@@ -73,15 +76,6 @@ def pooled_slope(slopes: Sequence[Slope | None]) -> Slope | None:
     return Slope(value=value, low=value - half, high=value + half)
 
 
-def in_flight_integral(rows: Iterable[RequestRow], begin: float, end: float) -> float:
-    """Request-seconds in [begin, end] between intended time and finish."""
-    total = 0.0
-    for row in rows:
-        if row.outcome is not Outcome.CLIENT_CAP and row.finish is not None:
-            total += max(0.0, min(row.finish, end) - max(row.intended, begin))
-    return total
-
-
 class LevelRows:
     """One level with its rows."""
 
@@ -90,71 +84,103 @@ class LevelRows:
         self.rows = rows
         self.telemetry = telemetry
         self.begin, self.end = level.window_start, level.window_end
-        self.arrived = [row for row in rows if self.begin <= row.intended < self.end]
-        self.ended = [row for row in rows if row.finish is not None and self.begin <= row.finish < self.end]
+
+    @cached_property
+    def arrived(self) -> list[RequestRow]:
+        """Intended in the window."""
+        return [row for row in self.rows if self.begin <= row.intended < self.end]
+
+    @cached_property
+    def ended(self) -> list[RequestRow]:
+        """Finished in the window, whenever they arrived."""
+        return [row for row in self.rows if row.finish is not None and self.begin <= row.finish < self.end]
 
     @property
     def seconds(self) -> float:
         return self.end - self.begin
 
+    @cached_property
+    def _spans(self) -> tuple[Floats, Floats]:
+        """Intended times and ends of all that was sent."""
+        sent = [row for row in self.rows if _sent(row) and row.finish is not None]
+        return np.array([row.intended for row in sent]), np.array([row.finish for row in sent], dtype=float)
+
+    @cached_property
+    def _stamps(self) -> tuple[Floats, Floats]:
+        """Times and token counts of every message with tokens."""
+        sent = [row for row in self.rows if row.sent is not None and row.chunk_us]
+        if not sent:
+            return np.empty(0), np.empty(0)
+        counts = [row.chunk_tokens or [1] * len(row.chunk_us) for row in sent]
+        stamps = [np.array(row.chunk_us) / 1e6 + (row.sent or 0.0) for row in sent]
+        return np.concatenate(stamps), np.array(list(itertools.chain.from_iterable(counts)), dtype=float)
+
     def batches(self) -> list[tuple[float, float]]:
         width = self.seconds / BATCHES
         return [(self.begin + index * width, self.begin + (index + 1) * width) for index in range(BATCHES)]
 
+    def _in_flight(self, begin: float, end: float) -> float:
+        """Time average in [begin, end]."""
+        intended, finish = self._spans
+        overlaps = np.minimum(finish, end) - np.maximum(intended, begin)
+        return float(np.maximum(overlaps, 0.0).sum()) / (end - begin)
+
+    @cached_property
     def in_flight(self) -> float:
-        return in_flight_integral(self.rows, self.begin, self.end) / self.seconds
+        return self._in_flight(self.begin, self.end)
 
+    @cached_property
     def in_flight_slope(self) -> Slope | None:
-        return slope(
-            [
-                ((low + high) / 2, in_flight_integral(self.rows, low, high) / (high - low))
-                for low, high in self.batches()
-            ]
-        )
+        return slope([((low + high) / 2, self._in_flight(low, high)) for low, high in self.batches()])
 
+    @cached_property
     def ttft_slope(self) -> Slope | None:
         """Of accepted requests; one that has no token yet counts with the time it has waited."""
+        waits = [(row.intended, wait) for row in self.arrived if (wait := _wait(row)) is not None]
         points = []
         for low, high in self.batches():
-            waits = [wait for row in self.arrived if low <= row.intended < high and (wait := _wait(row)) is not None]
-            if waits:
-                points.append(((low + high) / 2, sum(waits) / len(waits)))
+            batch = [wait for at, wait in waits if low <= at < high]
+            if batch:
+                points.append(((low + high) / 2, sum(batch) / len(batch)))
         return slope(points)
 
+    @cached_property
     def tokens(self) -> int:
         """Received in the window."""
-        return sum(count for stamp, count in self.stamps() if self.begin <= stamp < self.end)
+        stamps, counts = self._stamps
+        return int(counts[(stamps >= self.begin) & (stamps < self.end)].sum())
 
-    def stamps(self) -> list[tuple[float, int]]:
-        """(time, tokens) of every message with tokens."""
-        found = []
-        for row in self.rows:
-            if row.sent is not None:
-                counts = row.chunk_tokens or [1] * len(row.chunk_us)
-                found += [(row.sent + us / 1e6, count) for us, count in zip(row.chunk_us, counts, strict=True)]
-        return found
-
+    @cached_property
     def longest_silence(self) -> float:
         """The longest time in the level without a token or an answer of any kind while something accepted was in
         flight, by steps of the service's own counter where telemetry has it."""
-        signs = [stamp for stamp, _ in self.stamps()]
-        signs += [at for row in self.rows for at in (row.accepted, row.finish) if at is not None and _answered(row)]
+        signs = [at for row in self.rows for at in (row.accepted, row.finish) if at is not None and _answered(row)]
         signs += _steps(self.telemetry)
+        ordered = np.sort(np.concatenate([np.array(signs, dtype=float), self._stamps[0]]))
         busy = _union([(row.accepted, row.finish) for row in self.rows if row.accepted is not None])
-        signs.sort()
-        return max((_longest_gap(signs, low, high) for low, high in busy), default=0.0)
+        return max((_longest_gap(ordered, low, high) for low, high in busy), default=0.0)
 
+    @cached_property
     def little(self) -> float | None:
         """|L - lambda W| / L over requests that ended in the window."""
-        load = self.in_flight()
         whole = sum(row.finish - row.intended for row in self.ended if row.finish is not None and _sent(row))
-        return abs(load - whole / self.seconds) / load if load > 0 else None
+        return abs(self.in_flight - whole / self.seconds) / self.in_flight if self.in_flight > 0 else None
 
+    @cached_property
     def drain(self) -> float | None:
         """Seconds from the end of arrivals until nothing was in flight; None if it was cut off."""
         if any(row.outcome is Outcome.CENSORED for row in self.rows):
             return None
         return max(0.0, max((row.finish - self.end for row in self.rows if row.finish is not None), default=0.0))
+
+    @cached_property
+    def gaps(self) -> list[float]:
+        """Between tokens, of all that was served."""
+        return [gap for row in self.served for gap in row.gaps()]
+
+    @cached_property
+    def served(self) -> list[RequestRow]:
+        return [row for row in self.arrived if row.outcome in (Outcome.COMPLETED, Outcome.CENSORED)]
 
 
 def measure(parts: Sequence[LevelRows], limits: Limits) -> Measures:
@@ -165,8 +191,8 @@ def measure(parts: Sequence[LevelRows], limits: Limits) -> Measures:
     outcomes = Counter(row.outcome for row in arrived)
     completions = [row for row in ended if row.outcome is Outcome.COMPLETED]
     accepted = served(arrived)
-    drains = [part.drain() for part in parts]
-    gaps = [part.little() for part in parts]
+    drains = [part.drain for part in parts]
+    gaps = [part.little for part in parts]
     clients = [report for part in parts for report in part.level.clients]
     lateness = distribution([late for row in arrived if (late := row.lateness) is not None])
     good = sum(is_good(row, limits) for row in arrived)
@@ -182,10 +208,10 @@ def measure(parts: Sequence[LevelRows], limits: Limits) -> Measures:
         offered=len(arrived) / seconds,
         completion_rate=len(completions) / seconds,
         goodput=good / seconds,
-        token_rate=sum(part.tokens() for part in parts) / seconds,
-        in_flight=sum(part.in_flight() * part.seconds for part in parts) / seconds,
-        in_flight_slope=pooled_slope([part.in_flight_slope() for part in parts]),
-        ttft_slope=pooled_slope([part.ttft_slope() for part in parts]),
+        token_rate=sum(part.tokens for part in parts) / seconds,
+        in_flight=sum(part.in_flight * part.seconds for part in parts) / seconds,
+        in_flight_slope=pooled_slope([part.in_flight_slope for part in parts]),
+        ttft_slope=pooled_slope([part.ttft_slope for part in parts]),
         little_gap=max((gap for gap in gaps if gap is not None), default=None),
         ttft=_times(accepted, lambda row: row.ttft, lambda row: row.intended),
         service_ttft=_times(accepted, lambda row: row.service_ttft, lambda row: row.sent),
@@ -209,7 +235,7 @@ def measure(parts: Sequence[LevelRows], limits: Limits) -> Measures:
         cached_share=_cached_share(arrived),
         drain=None if None in drains else max((drain for drain in drains if drain is not None), default=None),
         recovery=max((part.level.recovery for part in parts if part.level.recovery is not None), default=None),
-        longest_silence=max((part.longest_silence() for part in parts), default=0.0),
+        longest_silence=max((part.longest_silence for part in parts), default=0.0),
         reasons=dict(Counter(reason_of(row) for row in arrived if row.outcome is not Outcome.COMPLETED)),
     )
 
@@ -291,14 +317,10 @@ def _union(spans: Iterable[tuple[float | None, float | None]]) -> list[tuple[flo
     return merged
 
 
-def _longest_gap(signs: Sequence[float], low: float, high: float) -> float:
+def _longest_gap(signs: Floats, low: float, high: float) -> float:
     """signs: ascending. The longest stretch of [low, high] without one."""
-    longest, last = 0.0, low
-    for sign in signs:
-        if low < sign < high:
-            longest = max(longest, sign - last)
-            last = sign
-    return max(longest, high - last)
+    inside = signs[np.searchsorted(signs, low, "right") : np.searchsorted(signs, high, "left")]
+    return float(np.diff(np.concatenate([[low], inside, [high]])).max())
 
 
 def _growth(part: LevelRows, metric: str) -> float:

@@ -11,15 +11,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from loadtest.classify import grade
-from loadtest.judge import Bracket, bracket, in_order, meets_limits
+from loadtest.judge import Bracket, bracket, in_order, knee_of, meets_limits
 from loadtest.measure import LevelRows
 from loadtest.plan import Driver, LevelPlan
 from loadtest.records import Level, LevelClass, Limits, Phase, Verdict
 
 GAIN = 1.05  # of the rate, for the closed loop to go on doubling
 GOOD = frozenset({LevelClass.KEEPS_UP})
-MOST_RUNG = 12  # extensions of the ladder in one direction
+MOST_RUNGS = 16  # extensions of the ladder in one direction
 MOST_BISECTIONS = 24
+NARROWINGS = 3
 
 
 class SearchError(Exception):
@@ -28,8 +29,9 @@ class SearchError(Exception):
 
 @dataclass(frozen=True)
 class Settings:
-    """Times in seconds. `width`: the bracket's highest over lowest rate less 1, at which it counts as found; with the
-    2 % that keeping up allows, the knee's interval is then below 5 %. `repeats`: levels at each end of the bracket."""
+    """Times in seconds. `knee_width`: that the knee's interval is to have at most. `width`: of the bracket (its highest
+    over its lowest rate, less 1) at first; the interval is wider by the 2 % that keeping up allows, and by luck.
+    `repeats`: levels at each end of the bracket."""
 
     calibrate: float = 8.0
     warm_up: float = 8.0
@@ -37,6 +39,7 @@ class Settings:
     beyond: float = 20.0
     drain_limit: float = 30.0
     ladder: tuple[float, ...] = (0.2, 0.35, 0.6, 0.85, 1.05, 1.3)
+    knee_width: float = 0.05
     width: float = 0.029
     repeats: int = 3
     multiples: tuple[float, ...] = (1.2, 1.5, 2.0, 3.0)
@@ -66,23 +69,21 @@ class Search:
         """Everything. Raises SearchError if no bracket can be found."""
         bound = await self.calibrate()
         await self.ladder(bound)
-        await self.bisect(lambda verdict: verdict.level_class in GOOD, Phase.BISECT, MOST_BISECTIONS)
-        await self.confirm()
-        await self.bisect(lambda verdict: meets_limits(verdict), Phase.REFINE, self.settings.slo_levels)
+        await self.knee()
+        await self.bisect(meets_limits, Phase.REFINE, self.settings.slo_levels, self.settings.width)
         await self.beyond()
 
     # --- phases -----------------------------------------------------------------------------------------------------
 
     async def calibrate(self) -> float:
-        """A closed loop at doubling concurrency until it gains less than 5 %. Returns the highest rate seen."""
-        best, concurrency = 0.0, 1
-        while concurrency <= self.settings.most_concurrency:
+        """A closed loop at doubling concurrency until it twice gains less than 5 %. Returns the highest rate seen."""
+        best, concurrency, idle = 0.0, 1, 0
+        while concurrency <= self.settings.most_concurrency and idle < 2:
             verdict = await self.run(self._closed(concurrency))
             if not verdict.measures.completed:
                 raise SearchError(f"nothing completed with {concurrency} in flight: {verdict.evidence}")
             rate = verdict.measures.completion_rate
-            if rate < best * GAIN:
-                break
+            idle = idle + 1 if rate < best * GAIN else 0
             best, concurrency = max(best, rate), concurrency * 2
         return best
 
@@ -92,25 +93,41 @@ class Search:
             verdict = await self.run(self._open(Phase.LADDER, bound * share))
             if verdict.level_class not in GOOD and share != self.settings.ladder[0]:
                 break
-        rungs = 0
-        while (found := self._bracket()).low is None or found.high is None:
-            rungs += 1
-            if rungs > MOST_RUNG:
-                raise SearchError("no rate that keeps up was found" if found.low is None else "no rate is too high")
-            rate = found.high / 2 if found.low is None and found.high is not None else (found.low or bound) * 1.3
-            await self.run(self._open(Phase.LADDER, rate))
+        await self.extend(bound)
 
-    async def bisect(self, good: Callable[[Verdict], bool], phase: Phase, most: int) -> None:
-        """Halves (geometrically) the bracket of a property that is lost with rising rate."""
+    async def extend(self, bound: float) -> None:
+        """Goes on downwards or upwards until there is a bracket."""
+        for _ in range(MOST_RUNGS):
+            found = self._bracket()
+            if found.low is not None and found.high is not None:
+                return
+            rate = found.high / 2 if found.low is None and found.high is not None else (found.low or bound) * 1.15
+            await self.run(self._open(Phase.LADDER, rate))
+        raise SearchError("no rate keeps up" if self._bracket().low is None else "no rate is too high")
+
+    async def knee(self) -> None:
+        """Bisects and repeats until the knee's interval is narrow enough: three times at most, to half the width."""
+        width = self.settings.width
+        for _ in range(NARROWINGS):
+            await self.bisect(keeping, Phase.BISECT, MOST_BISECTIONS, width)
+            await self.confirm(width)
+            knee = knee_of(self._open_verdicts())
+            if knee is None or knee.width < self.settings.knee_width:
+                return
+            width /= 2
+
+    async def bisect(self, good: Callable[[Verdict], bool], phase: Phase, most: int, width: float) -> None:
+        """Halves (geometrically) the bracket of a property that is lost with rising rate, until its ends differ by so
+        little."""
         for _ in range(most):
             found = bracket(self._open_verdicts(), good)
-            if found.low is None or found.high is None or found.high / found.low <= 1 + self.settings.width:
+            if found.low is None or found.high is None or found.high / found.low <= 1 + width:
                 return
             if not self._affordable(self.settings.window + self.settings.warm_up, f"{phase} stopped"):
                 return
             await self.run(self._open(phase, math.sqrt(found.low * found.high)))
 
-    async def confirm(self) -> None:
+    async def confirm(self, width: float) -> None:
         """Repeats both ends of the bracket. A pooled verdict that turns moves the bracket, and the search goes on."""
         for _ in range(MOST_BISECTIONS):
             found = self._bracket()
@@ -122,7 +139,8 @@ class Search:
                 if not self._affordable(self.settings.window + self.settings.warm_up, "repeats stopped"):
                     return
                 await self.run(self._open(Phase.BISECT, rate))
-            await self.bisect(lambda verdict: verdict.level_class in GOOD, Phase.BISECT, MOST_BISECTIONS)
+            await self.extend(ends[-1])
+            await self.bisect(keeping, Phase.BISECT, MOST_BISECTIONS, width)
 
     async def beyond(self) -> None:
         """Multiples of the knee, then the way back from the last one."""
@@ -195,7 +213,7 @@ class Search:
         return in_order(self.verdicts.values())
 
     def _bracket(self) -> Bracket:
-        return bracket(self._open_verdicts(), lambda verdict: verdict.level_class in GOOD)
+        return bracket(self._open_verdicts(), keeping)
 
     def _affordable(self, seconds: float, what: str) -> bool:
         """Whether the budget has room for a level and everything beyond the knee."""
@@ -223,6 +241,10 @@ class Search:
 
     def _repeated(self) -> int:
         return sum(len(parts) - 1 for group, parts in self.parts.items() if group.startswith("rate:"))
+
+
+def keeping(verdict: Verdict) -> bool:
+    return verdict.level_class in GOOD
 
 
 def levels_of(search: Search) -> list[Level]:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import heapq
-import random
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from loadtest.arrivals import flat, times
+from loadtest.drive import schedule_of
 from loadtest.measure import LevelRows
+from loadtest.mix import Form, RequestClass
 from loadtest.plan import LevelPlan
 from loadtest.records import Arrival, ClientReport, Level, Outcome, Phase, RequestRow, TelemetryRow
 
@@ -22,7 +22,6 @@ class Job:
     index: int
     intended: float
     tokens: int
-    left: int
     stamps: list[float] = field(default_factory=list)
     admitted: float | None = None
 
@@ -36,10 +35,14 @@ class SteppingServer:
     each: float = 0.001
     seats: int = 16
     queue: int = 1_000_000
-    tokens: tuple[int, int] = (8, 24)  # equally likely, both ends included
+    tokens: tuple[int, int] = (8, 24)  # of a request, equally likely, both ends included
     next_level: int = 0
     now: float = 0.0
     schedules: dict[int, list[Arrival]] = field(default_factory=dict)
+
+    @property
+    def mix(self) -> dict[str, RequestClass]:
+        return {"short": RequestClass(Form.TOKENS, (4, 12), self.tokens)}
 
     @property
     def capacity(self) -> float:
@@ -47,16 +50,11 @@ class SteppingServer:
         return self.seats / (self.base + self.each * self.seats) / (sum(self.tokens) / 2)
 
     async def run(self, plan: LevelPlan) -> LevelRows:
-        generator = random.Random(plan.seed)
         start = self.now
         window_start, window_end = start + plan.warm_up, start + plan.seconds
-        if plan.rate is None:
-            rows, telemetry, end = self._serve(generator, plan, start, [start] * (plan.concurrency or 1), closed=True)
-        else:
-            warm = times(flat(plan.rate, plan.warm_up), plan.process, generator)
-            window = times(flat(plan.rate, plan.window), plan.process, generator)
-            arrivals = [start + at for at in warm] + [window_start + at for at in window]
-            rows, telemetry, end = self._serve(generator, plan, start, arrivals, closed=False)
+        arrivals = schedule_of(plan, self.mix)
+        supply = deque(self._job(index, start + arrival.at, arrival) for index, arrival in enumerate(arrivals))
+        rows, telemetry, end = self._serve(plan, start, supply)
         level = Level(
             index=self.next_level,
             phase=plan.phase,
@@ -80,15 +78,16 @@ class SteppingServer:
         return LevelRows(level, rows, telemetry)
 
     def _serve(
-        self, generator: random.Random, plan: LevelPlan, start: float, arrivals: list[float], *, closed: bool
+        self, plan: LevelPlan, start: float, supply: deque[Job]
     ) -> tuple[list[RequestRow], list[TelemetryRow], float]:
         stop, cut = start + plan.seconds, start + plan.seconds + plan.drain_limit
-        coming = deque(self._job(generator, index, at) for index, at in enumerate(arrivals))
+        users = plan.concurrency
+        coming = supply if users is None else deque(supply.popleft() for _ in range(users))
         waiting: deque[Job] = deque()
         running: list[Job] = []
         rows: list[RequestRow] = []
         telemetry: list[TelemetryRow] = []
-        now, steps, issued, generated, refused = start, 0, len(arrivals), 0, 0
+        now, steps, generated, refused = start, 0, 0, 0
         while now < cut and (coming or waiting or running):
             while coming and coming[0].intended <= now:
                 job = coming.popleft()
@@ -102,7 +101,7 @@ class SteppingServer:
                 job.admitted = now
                 running.append(job)
             if not running:
-                now = min(cut, coming[0].intended)
+                now = min(cut, coming[0].intended) if coming else cut
                 continue
             now += self.base + self.each * len(running)
             steps += 1
@@ -112,9 +111,8 @@ class SteppingServer:
             for job in [job for job in running if len(job.stamps) == job.tokens]:
                 running.remove(job)
                 rows.append(self._row(job, Outcome.COMPLETED, now))
-                if closed and now < stop:
-                    coming.append(self._job(generator, issued, now))
-                    issued += 1
+                if users is not None and now < stop:
+                    coming.append(replace(supply.popleft(), intended=now))
             if not telemetry or now - telemetry[-1].at >= 1.0:
                 telemetry.append(self._telemetry(now, steps, len(running), len(waiting), generated, refused))
         rows += [self._row(job, Outcome.CENSORED, now) for job in (*running, *waiting)]
@@ -137,9 +135,8 @@ class SteppingServer:
             at=now, level=self.next_level, metrics=metrics, server_cpu=0.9, server_pss=1 << 30, healthy=True
         )
 
-    def _job(self, generator: random.Random, index: int, intended: float) -> Job:
-        tokens = generator.randint(*self.tokens)
-        return Job(index, intended, tokens, tokens)
+    def _job(self, index: int, intended: float, arrival: Arrival) -> Job:
+        return Job(index, intended, arrival.output_tokens)
 
     def _refused(self, job: Job) -> RequestRow:
         return RequestRow(

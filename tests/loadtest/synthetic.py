@@ -4,9 +4,7 @@ FOLDER` writes one."""
 from __future__ import annotations
 
 import asyncio
-import math
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 from loadtest.judge import judge_levels, summarize
@@ -50,7 +48,9 @@ def run_record(seed: int = 1) -> Run:
     )
 
 
-async def synthetic_map(folder: Path, server: SteppingServer | None = None, seed: int = 1) -> Result:
+async def synthetic_map(
+    folder: Path, server: SteppingServer | None = None, seed: int = 1, settings: Settings = FAST
+) -> Result:
     """A complete map in a new folder, judged."""
     server = server or SteppingServer(queue=20)
     result = Result.create(folder, run_record(seed))
@@ -61,7 +61,7 @@ async def synthetic_map(folder: Path, server: SteppingServer | None = None, seed
         fields = {name: getattr(level, name) for name in level.__struct_fields__}
         result.append_level(type(level)(**{**fields, "schedule": schedule}), part.rows, part.telemetry)
 
-    search = Search(server, LIMITS, replace(FAST, budget=math.inf), seed, keep)
+    search = Search(server, LIMITS, settings, seed, keep)
     await search.map()
     parts = sorted((part for parts in search.parts.values() for part in parts), key=lambda part: part.level.index)
     verdicts = judge_levels(parts, LIMITS)

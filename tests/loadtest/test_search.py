@@ -1,0 +1,175 @@
+"""The search finds knees that are known, on simulated servers and on a real one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+
+from loadtest.classify import grade
+from loadtest.drive import ServiceDriver, setups
+from loadtest.fleet import Fleet
+from loadtest.judge import bracket, in_order, judge_levels, knee_of
+from loadtest.measure import LevelRows
+from loadtest.mix import SHORT
+from loadtest.plan import LevelPlan
+from loadtest.records import Interval, LevelClass, Phase, RunKind, Verdict
+from loadtest.result import Result
+from loadtest.search import Search, SearchError, Settings
+from tests.loadtest.known_server import Behaviour
+from tests.loadtest.playing import IDS, known_service
+from tests.loadtest.simulated import SteppingServer
+from tests.loadtest.synthetic import LIMITS, run_record, synthetic_map
+
+SETTINGS = Settings(calibrate=4.0, warm_up=4.0, window=10.0, beyond=5.0)
+
+
+def search_of(server: SteppingServer, seed: int = 1, settings: Settings = SETTINGS) -> Search:
+    return Search(server, LIMITS, settings, seed, lambda part, verdict: None)
+
+
+async def knee(search: Search) -> Interval:
+    await search.ladder(await search.calibrate())
+    await search.knee()
+    found = knee_of(in_order(search.verdicts.values()))
+    assert found is not None
+    return found
+
+
+@pytest.mark.slow
+async def test_a_known_knee_is_inside_the_interval_in_ten_of_ten_seeds() -> None:
+    for seed in range(10):
+        server = SteppingServer(tokens=(2, 4))
+        found = await knee(search_of(server, seed))
+        assert found.low <= server.capacity <= found.high, seed
+        assert found.width < 0.05, seed
+
+
+@pytest.mark.parametrize("share", [0.1, 5.0])
+async def test_a_wrong_calibration_moves_nothing_but_the_beginning(share: float) -> None:
+    server = SteppingServer(tokens=(2, 4))
+    search = search_of(server)
+    await search.ladder(server.capacity * share)
+    await search.knee()
+    found = knee_of(in_order(search.verdicts.values()))
+    assert found is not None
+    assert found.low <= server.capacity <= found.high
+    assert found.width < 0.05
+
+
+async def test_a_whole_map_is_judged_again_from_its_rows_alone(tmp_path: Path) -> None:
+    result = await synthetic_map(tmp_path, SteppingServer(tokens=(2, 4), queue=40))
+    summary = result.summary
+    assert summary.complete
+    phases = [verdict.phase for verdict in result.verdicts]
+    assert set(phases) >= {Phase.CALIBRATE, Phase.LADDER, Phase.BISECT, Phase.BEYOND, Phase.RECOVERY}
+    classes = {verdict.multiple: verdict.level_class for verdict in result.verdicts if verdict.phase is Phase.BEYOND}
+    assert classes == dict.fromkeys((1.2, 1.5, 2.0, 3.0), LevelClass.SATURATED_STABLE)
+    assert result.verdicts[-1].level_class is LevelClass.RECOVERED
+    assert {score.hypothesis: score.holds for score in summary.scores} == {"fast-refusal": True, "slow-queue": False}
+    assert summary.measures["goodput_share_at_3"] > 0.9
+    for level in result.levels:
+        assert level.concurrency or len(result.schedule(level)) == round(
+            level.rate * (level.window_start - level.start)  # type: ignore[operator]
+        ) + round(level.rate * (level.window_end - level.window_start))  # type: ignore[operator]
+
+
+async def test_without_a_bounded_queue_an_overload_grows() -> None:
+    search = search_of(SteppingServer(tokens=(2, 4)))
+    await search.map()
+    beyond = [verdict for verdict in search.verdicts.values() if verdict.phase is Phase.BEYOND]
+    assert {verdict.level_class for verdict in beyond} <= {LevelClass.SATURATED_GROWING, LevelClass.COLLAPSING}
+
+
+@dataclass
+class Spoiling:
+    """Passes levels on, changed."""
+
+    server: SteppingServer
+    change: Callable[[LevelRows], LevelRows]
+    runs: int = 0
+
+    async def run(self, plan: LevelPlan) -> LevelRows:
+        self.runs += 1
+        return self.change(await self.server.run(plan))
+
+
+async def test_a_void_level_is_run_again_and_does_not_count() -> None:
+    def late(part: LevelRows) -> LevelRows:
+        if part.level.index != 9:
+            return part
+        rows = [
+            type(row)(**{**{name: getattr(row, name) for name in row.__struct_fields__}, "sent": row.intended + 0.5})
+            for row in part.rows
+        ]
+        return LevelRows(part.level, rows, part.telemetry)
+
+    search = search_of(SteppingServer(tokens=(2, 4)))
+    search.driver = Spoiling(SteppingServer(tokens=(2, 4)), late)
+    found = await knee(search)
+    assert found.low <= SteppingServer(tokens=(2, 4)).capacity <= found.high
+    spoiled = [verdict for verdict in search.verdicts.values() if "9" in verdict.void]
+    assert len(spoiled) == 1
+    assert len(spoiled[0].levels) >= 2
+    assert "late" in spoiled[0].void["9"]
+    assert spoiled[0].level_class is not LevelClass.VOID
+
+
+async def test_a_service_that_serves_nothing_ends_the_search() -> None:
+    search = search_of(SteppingServer(queue=0))
+    with pytest.raises(SearchError, match="nothing completed"):
+        await search.calibrate()
+
+
+async def test_the_budget_stops_refinement_and_says_so() -> None:
+    server = SteppingServer(tokens=(2, 4))
+    search = search_of(server, settings=replace(SETTINGS, budget=200.0))
+    search.clock = lambda: server.now
+    await search.map()
+    assert any("budget" in note for note in search.notes)
+    assert any(verdict.phase is Phase.RECOVERY for verdict in search.verdicts.values())
+
+
+async def test_a_bracket_spans_verdicts_that_are_not_in_order() -> None:
+    server = SteppingServer(tokens=(2, 4))
+    parts = [await server.run(search_of(server)._open(Phase.LADDER, rate)) for rate in (50.0, 60.0, 70.0, 80.0)]
+    verdicts = [grade([part], LIMITS) for part in parts]
+
+    def found(*good: float) -> tuple[float | None, float | None]:
+        spanned = bracket(verdicts, lambda verdict: verdict.rate in good)
+        return spanned.low, spanned.high
+
+    assert found(50.0, 60.0) == (60.0, 70.0)
+    assert found(50.0, 70.0) == (50.0, 80.0)
+    assert found() == (None, 50.0)
+    assert found(50.0, 60.0, 70.0, 80.0) == (80.0, None)
+
+
+@pytest.mark.slow
+async def test_the_known_knee_of_a_real_server_is_inside_the_interval(tmp_path: Path) -> None:
+    """Steps of 40 ms for up to 12 requests of 4 tokens: 75 requests/s."""
+    behaviour = Behaviour(mode="step", base=0.04, seats=12)
+    mix = {"short": replace(SHORT, output=(4, 4))}
+    settings = Settings(
+        calibrate=1.0, warm_up=0.8, window=3.0, ladder=(0.7, 1.1), repeats=1, width=0.08, knee_width=0.2
+    )
+    async with AsyncExitStack() as stack:
+        service = await stack.enter_async_context(known_service(behaviour))
+        run = run_record()
+        assert run.kind is RunKind.MAP
+        result = Result.create(tmp_path, run)
+        fleet = await stack.enter_async_context(Fleet(setups(1, service.address, IDS, 4096, run.started)))
+        driver = ServiceDriver(fleet, result, mix, service.address, IDS, run.started, pid=service.pid)
+        search = Search(driver, LIMITS, settings, 1, lambda part, verdict: None)
+        await search.ladder(await search.calibrate())
+        await search.knee()
+    verdicts: list[Verdict] = judge_levels([part for parts in search.parts.values() for part in parts], LIMITS)
+    found = knee_of(in_order(verdicts))
+    assert found is not None
+    assert found.low <= 75.0 <= found.high
+    assert found.width < 0.2
+    assert result.levels[0].concurrency == 1
+    assert all(row.server_pss for row in result.telemetry)
