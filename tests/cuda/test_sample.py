@@ -98,6 +98,22 @@ def test_draws_follow_the_definition(device: torch.device, dtype: torch.dtype, v
     assert draw(logits, **options).tolist() == [expected(logits, options, row) for row in range(rows)]
 
 
+@pytest.mark.parametrize("spread", [0.02, 3.0])
+def test_filters_over_a_large_vocabulary(device: torch.device, spread: float) -> None:
+    """The cut-off lies among tens of thousands of nearly equal scores, or far out in the tail."""
+    rows, vocab = 16, 151_936
+    generator = torch.Generator().manual_seed(5)
+    logits = (spread * torch.randn(rows, vocab, generator=generator)).to(torch.bfloat16).to(device)
+    options = parameters(
+        rows,
+        device,
+        top_k=[0, 0, 40, 20_000] * 4,
+        top_p=[0.9, 0.5, 1.0, 0.9] * 4,
+        min_p=[0.0] * 12 + [0.2] * 4,
+    )
+    assert draw(logits, **options).tolist() == [expected(logits, options, row) for row in range(rows)]
+
+
 def test_a_row_does_not_depend_on_its_company(device: torch.device) -> None:
     logits = logits_of(40, torch.bfloat16, device)
     options = parameters(40, device, top_p=[0.9, 1.0] * 20)
@@ -105,6 +121,8 @@ def test_a_row_does_not_depend_on_its_company(device: torch.device) -> None:
     for row in (0, 1, 17, 39):
         alone = {name: value[row : row + 1] for name, value in options.items()}
         assert draw(logits[row : row + 1], **alone)[0] == together[row]
+    crowd = {name: value.repeat(5) for name, value in options.items()}
+    assert draw(logits.repeat(5, 1), **crowd).tolist() == together.tolist() * 5
 
 
 def test_frequencies_are_the_softmax(device: torch.device) -> None:
