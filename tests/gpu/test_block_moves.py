@@ -32,6 +32,8 @@ class Pool:
         self.streams = CudaStreams(device)
         self.mover = BlockMover(self.pool, HOST, self.streams)
         self.tables = BlockTables(OracleBlockAllocator(BLOCKS), 8, 4, SIZE)
+        self.pool[0].fill_(0)  # a kernel's first use loads it, which waits for every stream
+        self.hold_copies(cycles=1000)
         torch.cuda.synchronize()
 
     def launch(self, step: int, moves: BlockMoves, *writes: int) -> torch.cuda.Event:
@@ -48,9 +50,9 @@ class Pool:
         done.record()
         return done
 
-    def hold_copies(self) -> None:
+    def hold_copies(self, cycles: int = SLEEP_CYCLES) -> None:
         with torch.cuda.stream(self.streams.copies):
-            torch.cuda._sleep(SLEEP_CYCLES)
+            torch.cuda._sleep(cycles)
 
     def host(self, *blocks: int) -> list[float]:
         torch.cuda.synchronize()
