@@ -15,10 +15,14 @@ CPP = $(shell git ls-files 'cuda/*.cpp' 'cuda/*.h' 'cuda/*.cu' 'cuda/*.cuh')
 
 say = @printf '\033[1m==> %s\033[0m\n' "$(1)"
 
-# A few cases of every kernel: whole runs take hours under a checker.
+# A few cases of every kernel: whole runs take hours under a checker. What racecheck says of the decode matmuls' ring is in
+# cuda/bench/LOG.md.
 SANITIZED = test_embed.py or test_pointwise.py or (test_sample.py and not frequencies and not large_vocabulary) \
-  or (test_write_kv.py and 128) or (test_chunked_prefill and 128) or test_planned_once or test_rows_beyond_the_batch_stay \
+  or (test_write_kv.py and 128) or (test_chunked_prefill and 128) or test_planned_once \
   or test_prefill_equals_decode or test_many_sequences
+MEMCHECKED = test_rows_beyond_the_batch_stay
+SANITIZE = PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --error-exitcode 3 --kernel-name kns=octavo --tool
+SANITIZE_TESTS = $(PY) -m pytest -q -m gpu tests/cuda tests/gpu
 
 .PHONY: help setup build stub proto demo serve test check format bench gpu-test gpu-sanitize gpu-bench
 
@@ -87,11 +91,10 @@ gpu-test: ## Tests of the GPU, then those that this machine has the packages for
 	@OCTAVO_TESTS_PARTIAL=1 $(PY) -m pytest -m gpu tests/cuda tests/gpu $(ARGS)
 	@OCTAVO_TESTS_PARTIAL=1 $(PY) -m pytest -m "not gpu and not slow" tests/cuda tests/gpu tests/kv tests/schedule $(ARGS)
 
-gpu-sanitize: ## compute-sanitizer's memcheck and racecheck over tests of every kernel of the runtime
+gpu-sanitize: ## compute-sanitizer over tests of every kernel of the runtime; needs nvcc
 	@$(PY) cuda/build.py --cuda ON --jobs $(JOBS) --quiet
-	@for tool in memcheck racecheck; do echo "==> $$tool"; \
-	  PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool $$tool --error-exitcode 3 \
-	    --kernel-name kns=octavo $(PY) -m pytest -q -m gpu tests/cuda tests/gpu -k "$(SANITIZED)" $(ARGS) || exit 1; done
+	@$(SANITIZE) memcheck $(SANITIZE_TESTS) -k "$(SANITIZED) or $(MEMCHECKED)" $(ARGS)
+	@$(SANITIZE) racecheck $(SANITIZE_TESTS) -k "$(SANITIZED)" $(ARGS)
 
 gpu-bench: ## GPU benchmarks: a table, and build/bench/gpu.json
 	@$(PY) cuda/build.py --cuda ON --jobs $(JOBS) --quiet
