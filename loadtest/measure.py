@@ -115,11 +115,16 @@ class LevelRows:
         stamps = [np.array(row.chunk_us) / 1e6 + (row.sent or 0.0) for row in sent]
         return np.concatenate(stamps), np.array(list(itertools.chain.from_iterable(counts)), dtype=float)
 
+    def stamps(self) -> list[tuple[float, int]]:
+        """(time, tokens) of every message with tokens."""
+        times, counts = self._stamps
+        return [(at, int(count)) for at, count in zip(times.tolist(), counts.tolist(), strict=True)]
+
     def batches(self) -> list[tuple[float, float]]:
         width = self.seconds / BATCHES
         return [(self.begin + index * width, self.begin + (index + 1) * width) for index in range(BATCHES)]
 
-    def _in_flight(self, begin: float, end: float) -> float:
+    def in_flight_between(self, begin: float, end: float) -> float:
         """Time average in [begin, end]."""
         intended, finish = self._spans
         overlaps = np.minimum(finish, end) - np.maximum(intended, begin)
@@ -127,11 +132,11 @@ class LevelRows:
 
     @cached_property
     def in_flight(self) -> float:
-        return self._in_flight(self.begin, self.end)
+        return self.in_flight_between(self.begin, self.end)
 
     @cached_property
     def in_flight_slope(self) -> Slope | None:
-        return slope([((low + high) / 2, self._in_flight(low, high)) for low, high in self.batches()])
+        return slope([((low + high) / 2, self.in_flight_between(low, high)) for low, high in self.batches()])
 
     @cached_property
     def ttft_slope(self) -> Slope | None:

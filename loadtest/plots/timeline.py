@@ -9,7 +9,7 @@ from itertools import pairwise
 
 from msgspec.structs import replace
 
-from loadtest.measure import LevelRows, in_flight_integral, reason_of
+from loadtest.measure import LevelRows, reason_of
 from loadtest.plots import axes
 from loadtest.plots.figure import Axis, Band, Figure, Format, Kind, Panel, Rule, Scale, Series, drawn
 from loadtest.quantity import number, seconds
@@ -135,7 +135,7 @@ def _ends(part: LevelRows, bins: Bins, begin: list[float]) -> list[Series]:
 
 
 def _in_flight(part: LevelRows, bins: Bins, begin: list[float]) -> list[Series]:
-    y: list[float | None] = [in_flight_integral(part.rows, low, high) / (high - low) for low, high in bins]
+    y: list[float | None] = [part.in_flight_between(low, high) for low, high in bins]
     return [
         Series(name="in flight (clients)", x=begin, y=y, kind=Kind.STEP, colour="blue", marks=False),
         _plain(part, "running", lambda row: row.metrics.get("requests_running"), "green"),

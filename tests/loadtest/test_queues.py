@@ -14,7 +14,7 @@ from loadtest.records import ArrivalProcess, Limits, Measures, Outcome, RequestR
 from tests.loadtest.playing import level_of
 from tests.loadtest.simulated import queue_waits
 
-REQUESTS = 60_000
+REQUESTS = 150_000
 LIMITS = Limits(ttft=1e9, tpot=1e9)
 
 
