@@ -111,7 +111,7 @@ class StreamCall:
         self._deadline = rpc_deadline(context, time.monotonic())
         self._last: RequestOutput | None = None
         self._stream = OutputStream(
-            *(context.write, response, replica.config.stream), multiplexed=multiplexed, pace=replica.streams.pace
+            *(context.write, response, replica.config.stream), multiplexed=multiplexed, pacer=replica.streams.pacer
         )
 
     async def serve(self, read: Callable[[], Any]) -> None:

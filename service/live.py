@@ -7,9 +7,10 @@ from collections.abc import Iterator
 
 from engine import EngineClient, Usage
 from service.output import RequestOutput
+from service.pace import Pacer
 from service.quota import Quotas
 from service.status import Failure
-from service.stream import OutputStream, pace
+from service.stream import OutputStream
 from service.tokens import Principal
 
 
@@ -116,13 +117,10 @@ class OpenStreams:
 
     def __init__(self) -> None:
         self._streams: set[OutputStream] = set()
+        self.pacer = Pacer(lambda: len(self._streams))
 
     def __len__(self) -> int:
         return len(self._streams)
-
-    def pace(self) -> float:
-        """Seconds between two messages of one of them."""
-        return pace(len(self._streams))
 
     @property
     def has_output(self) -> bool:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from octavo.v1 import generation_pb2
 from service.output import PendingBytes, RequestOutput
+from service.pace import Pacer
 from service.status import Failure, RequestRefusedError, slow_consumer
 
 Batch = generation_pb2.GenerateResponse | generation_pb2.GenerateStreamResponse
@@ -22,23 +23,6 @@ class StreamLimits:
     pending_bytes: int = 1 << 20
     stall: float = 30.0
     message_bytes: int = 1 << 20
-
-
-# What a message costs the front end, most of it inside gRPC, in seconds of CPU; rounded up, see `Pace`.
-MESSAGE_SECONDS = 150e-6
-LEAST_PACE_SECONDS = 0.002
-MOST_PACE_SECONDS = 0.010
-
-
-def pace(streams: int) -> float:
-    """Seconds between two messages of one stream while so many are open; 0 sends every step's tokens at once.
-
-    A message costs the same whether it holds one token or five. With many streams the front end would spend itself on
-    messages of one token; it sends some 6000 a second in all instead, and no token waits for more than 10 ms. First
-    tokens and ends never wait.
-    """
-    seconds = streams * MESSAGE_SECONDS
-    return 0.0 if seconds < LEAST_PACE_SECONDS else min(seconds, MOST_PACE_SECONDS)
 
 
 class OutputStream:
@@ -55,9 +39,8 @@ class OutputStream:
         limits: StreamLimits,
         *,
         multiplexed: bool,
-        pace: Callable[[], float] = lambda: 0.0,
+        pacer: Pacer,
     ) -> None:
-        """pace: seconds between two messages, asked for anew each time."""
         self.pending = PendingBytes()
         self.outputs: dict[str, RequestOutput] = {}
         self.sent_anything = False
@@ -68,9 +51,9 @@ class OutputStream:
         self._multiplexed = multiplexed
         self._ready: dict[RequestOutput, None] = {}  # a set that keeps its order
         self._wake = asyncio.Event()
-        self._pace = pace
+        self._pacer = pacer
         self._sent_at = 0.0
-        self._resting: asyncio.TimerHandle | None = None
+        self._resting = False
         self._input_closed = False
         self._first: RequestOutput | None = None
         self.failed: asyncio.Future[Failure] = asyncio.get_running_loop().create_future()
@@ -105,22 +88,26 @@ class OutputStream:
         if self.writing_since is not None:
             if self.pending.total > self._limits.pending_bytes:
                 self._fail_slow(f"{self.pending.total} bytes wait while the client does not read")
-        elif output.urgent:
+        elif output.urgent or (not self._resting and self._may_send):
             self._wake.set()
-        elif self._resting is None:
+        elif not self._resting:
             self._rest()
 
+    @property
+    def _may_send(self) -> bool:
+        """Whether enough time has passed since the last message."""
+        seconds = self._pacer.seconds
+        return not seconds or time.monotonic() - self._sent_at >= seconds
+
     def _rest(self) -> None:
-        """Wakes the writer, at once or when the time for its next message has come."""
-        left = self._sent_at + self._pace() - time.monotonic()
-        if left <= 0.0:
-            self._wake.set()
-        else:
-            self._resting = asyncio.get_running_loop().call_later(left, self._rested)
+        self._resting = True
+        self._pacer.rest(self._rested)
 
     def _rested(self) -> None:
-        self._resting = None
-        self._wake.set()
+        self._resting = False
+        if self._ready:
+            self._sent_at = 0.0
+            self._wake.set()
 
     def check_stall(self, now: float) -> None:
         """Called now and then: fails what has waited for its client for too long. now: `time.monotonic()`."""
@@ -154,10 +141,9 @@ class OutputStream:
 
     def _is_due(self) -> bool:
         """Whether what is ready may go now; if not, the writer is woken when it may."""
-        pace = self._pace()
-        if not pace or time.monotonic() >= self._sent_at + pace or any(output.urgent for output in self._ready):
+        if self._may_send or any(output.urgent for output in self._ready):
             return True
-        if self._resting is None:
+        if not self._resting:
             self._rest()
         return False
 

@@ -7,8 +7,8 @@ import asyncio
 import pytest
 
 from octavo.v1 import generation_pb2 as pb
-from service.live import OpenStreams
-from service.stream import MOST_PACE_SECONDS, pace
+from service import pace as pacing
+from service.pace import MOST_PACE_SECONDS, pace
 from tests.service.calls import Stream, run_stream, start, start_message
 from tests.service.fake_engine import Script
 from tests.service.server import Running
@@ -24,7 +24,7 @@ def test_few_streams_send_every_token_at_once_and_no_token_waits_long() -> None:
 
 @pytest.fixture
 def paced(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(OpenStreams, "pace", lambda self: 0.3)
+    monkeypatch.setattr(pacing, "pace", lambda streams: 0.3)
 
 
 @pytest.mark.usefixtures("paced")
