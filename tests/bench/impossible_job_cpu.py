@@ -13,7 +13,7 @@ from tests.bench.impossible_job import Figures, Job, run, variants
 from tests.bench.impossible_job import measure as measure_job
 from tests.model.tiny import write_tiny_model
 
-JOB = Job(requests=64, prompt=128, output=32, pool_tokens=7_520, vocabulary=500, swap_gib=0.0625)
+JOB = Job(requests=64, prompt=96, output=64, pool_tokens=7_504, vocabulary=500, swap_gib=0.0625)
 
 
 def measure(job: Job = JOB, rounds: int = 2) -> Figures:
