@@ -12,12 +12,12 @@ from dataclasses import dataclass, field
 from grpc import aio
 
 from loadtest.arrivals import flat, times
+from loadtest.ending import CHANNEL_OPTIONS
 from loadtest.fleet import Fleet, Interrupted, entries_of
 from loadtest.measure import LevelRows
 from loadtest.mix import RequestClass, deal
 from loadtest.orders import Order, Played, Setup, Transport
 from loadtest.plan import LevelPlan
-from loadtest.player import CHANNEL_OPTIONS
 from loadtest.records import Arrival, Level
 from loadtest.result import Result
 from loadtest.target import probe, until_recovered

@@ -14,22 +14,20 @@ from typing import Any
 
 import grpc
 import msgspec
-from google.rpc import error_details_pb2, status_pb2
+from google.rpc import status_pb2
 from grpc import aio
 
+from loadtest.ending import CHANNEL_OPTIONS, ending_of, status_of, with_details
 from loadtest.lag import LoopLag
 from loadtest.mix import RequestBuilder
 from loadtest.orders import Abort, Connected, Entry, Manner, Order, Played, Quit, Setup, Transport
 from loadtest.records import ClientReport, Outcome, RequestRow
 from octavo.v1 import generation_pb2
 
-# Every channel a connection of its own, and what is refused is seen as refused.
-CHANNEL_OPTIONS = [("grpc.use_local_subchannel_pool", 1), ("grpc.enable_retries", 0)]
 SERVICE = "/octavo.v1.GenerationService"
 CONNECT_SECONDS = 20.0
 GRACE_SECONDS = 5.0  # for cancelled calls to end
 PLAIN = Manner()
-NAMES = {code.value[0]: code.name for code in grpc.StatusCode}
 incoming = msgspec.msgpack.Decoder(Order | Abort | Quit)
 
 
@@ -89,10 +87,8 @@ class Track:
             self.ended.set()
 
     def fail(self, status: status_pb2.Status, now: float) -> None:
-        code = NAMES.get(status.code, str(status.code))
-        reason = reason_of(status)
-        refused = code == "RESOURCE_EXHAUSTED" and not self.chunk_us and reason != "SLOW_CONSUMER"
-        self.end(Outcome.REFUSED if refused else Outcome.FAILED, now, code, reason, status.message[:200])
+        ending = ending_of(status, has_tokens=bool(self.chunk_us))
+        self.end(ending.outcome, now, ending.code, ending.reason, ending.cause)
 
     def row(self) -> RequestRow:
         origin, usage, timing = self.player.setup.origin, self.usage, self.timing
@@ -173,7 +169,7 @@ class Stream:
             if code is grpc.StatusCode.OK:
                 track.end(Outcome.FAILED, time.monotonic(), "OK", cause="the stream ended without an end")
             else:
-                track.fail(_with_details(status, await call.trailing_metadata()), time.monotonic())
+                track.fail(with_details(status, await call.trailing_metadata()), time.monotonic())
 
     async def close(self) -> None:
         pass
@@ -249,7 +245,7 @@ class Session:
             code = await call.code()
             if code is not grpc.StatusCode.OK:
                 plain = status_pb2.Status(code=code.value[0], message=await call.details() or "")
-                status = _with_details(plain, await call.trailing_metadata())
+                status = with_details(plain, await call.trailing_metadata())
         except aio.AioRpcError as error:
             status = status_of(error)
         finally:
@@ -406,27 +402,6 @@ class Player:
 def quantile(values: list[float], share: float) -> float:
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else 0.0
-
-
-def status_of(error: aio.AioRpcError) -> status_pb2.Status:
-    plain = status_pb2.Status(code=error.code().value[0], message=error.details() or "")
-    return _with_details(plain, error.trailing_metadata())
-
-
-def _with_details(status: status_pb2.Status, metadata: Any) -> status_pb2.Status:
-    """The service's own status where the trailers carry one."""
-    for key, value in metadata or ():
-        if key == "grpc-status-details-bin":
-            return status_pb2.Status.FromString(value)
-    return status
-
-
-def reason_of(status: status_pb2.Status) -> str:
-    info = error_details_pb2.ErrorInfo()
-    for detail in status.details:
-        if detail.Unpack(info):
-            return str(info.reason)
-    return ""
 
 
 async def _serve(pipe: Connection, setup: Setup) -> None:

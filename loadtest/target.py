@@ -10,8 +10,8 @@ from typing import Any
 import grpc
 from grpc import aio
 
+from loadtest.ending import CHANNEL_OPTIONS
 from loadtest.mix import WORDS
-from loadtest.player import CHANNEL_OPTIONS
 from loadtest.records import Target
 from octavo.v1 import (
     capacity_pb2,
