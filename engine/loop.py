@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import time
+from itertools import takewhile
 from typing import Protocol
 
 from engine.pulse import Pulse
-from engine.schedule.plan import StepOutcome, StepPlan
+from engine.schedule.plan import ScheduledSequence, StepOutcome, StepPlan
 from engine.schedule.queue_delay import Pace
 from engine.schedule.scheduler import Scheduler
 from engine.types import EngineStats, FailureKind, StepFrame
 
 _RATE_SMOOTHING = 0.1
 _ESTIMATE_SECONDS = 0.25  # the queue's delay is estimated so often
+
+
+def _is_chunk(entry: ScheduledSequence) -> bool:
+    return entry.count > 1
 
 
 class PendingStep(Protocol):
@@ -90,13 +95,13 @@ class StepLoop:
     def stats(self) -> EngineStats:
         scheduler, counters = self.scheduler, self.scheduler.counters
         self._estimate_delay()
-        allocator = scheduler.tables.allocator
+        allocator, running = scheduler.tables.allocator, scheduler.num_running_requests
         return EngineStats(
             step=self.steps,
             heartbeat=time.monotonic(),
             progressed=self.pulse.at,
-            running_requests=scheduler.num_running_requests,
-            queued_requests=scheduler.num_queued_requests,
+            running_requests=running,
+            queued_requests=scheduler.num_requests - running,
             queued_prompt_tokens=scheduler.queued_prompt_tokens,
             free_blocks=allocator.num_free,
             cached_blocks=allocator.num_cached,
@@ -131,7 +136,7 @@ class StepLoop:
 
     def _measure(self, plan: StepPlan, seconds: float) -> None:
         self._last_step_seconds = seconds
-        prefill = sum(entry.count for entry in plan.scheduled if entry.count > 1)
+        prefill = sum(entry.count for entry in takewhile(_is_chunk, reversed(plan.scheduled)))
         rate = (prefill or len(plan.scheduled)) / max(seconds, 1e-9)
         if prefill:
             self._prefill_rate += (rate - self._prefill_rate) * (_RATE_SMOOTHING if self._prefill_rate else 1.0)

@@ -274,8 +274,12 @@ class Scheduler:
         return len({sequence.group.order for sequence in self._running + self._arriving})
 
     @property
+    def num_requests(self) -> int:
+        return len(self._groups)
+
+    @property
     def num_queued_requests(self) -> int:
-        return len(self._groups) - self.num_running_requests
+        return self.num_requests - self.num_running_requests
 
     @property
     def queued_prompt_tokens(self) -> int:
