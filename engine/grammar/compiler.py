@@ -27,7 +27,7 @@ from engine.types import Grammar
 TRIAL_SECONDS = 10.0  # by the clock; its processor time is less
 _START_SECONDS = 60.0
 MAX_TEXT_BYTES = 1 << 18
-_CACHED = 128
+_CACHED = 32  # up to 90 MB each, if they were made to
 
 _Job = tuple[Grammar, "Future[GrammarConstraint]"]
 
@@ -87,7 +87,7 @@ class GrammarCompiler:
     def _constraint(self, grammar: Grammar) -> GrammarConstraint:
         key = (grammar.kind.value, grammar.text)
         found = self._known.pop(key, None)
-        if found is None:
+        if found is None or (isinstance(found, GrammarConstraint) and found.worn):
             try:
                 found = self._compile(*key)
             except GrammarLimitError:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
+from llguidance import LLParserLimits
 
 from engine.grammar.compiler import MAX_TEXT_BYTES, TRIAL_SECONDS, GrammarCompiler, GrammarError, GrammarLimitError
 from engine.grammar.constraint import GrammarConstraint
@@ -203,6 +204,37 @@ def test_a_grammar_that_costs_too_much_to_follow_ends_and_says_so(
     assert constraint.error
     assert "<" not in constraint.error
     assert allowed(constraint, []) == set()
+
+
+def test_what_one_request_used_up_is_not_missing_for_the_next(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Copies share their lexer's states: after one has come to the limit, another gets as far as it did."""
+    limits = LLParserLimits(verbose_errors=False, max_lexer_states=3000)
+    monkeypatch.setattr("engine.grammar.checker.parser_limits", lambda: limits)
+    monkeypatch.setattr("engine.grammar.constraint.FREE_SECONDS", 60.0)
+    text = ".*(a|b).{150}"
+    first = compiled(compiler, GrammarKind.REGEX, text)
+    steps = followed_to_its_end(first, 5000)
+    assert "too many states" in first.error
+    second = compiled(compiler, GrammarKind.REGEX, text)
+    assert followed_to_its_end(second, 5000) == steps
+
+
+def test_a_grammar_in_use_is_renewed_in_time(compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.grammar.constraint.MASKS_OF_ONE_LEXER", 10)
+    trials: list[str] = []
+    run = compiler._trial.run
+
+    def counting(kind: str, text: str) -> str:
+        trials.append(text)
+        return run(kind, text)
+
+    monkeypatch.setattr(compiler._trial, "run", counting)
+    text = "(renewed|in|time)*"
+    for _ in range(12):
+        compiled(compiler, GrammarKind.REGEX, text).mask([])
+    assert len(trials) == 2
 
 
 def test_a_common_grammar_never_runs_out_of_time(compiler: GrammarCompiler) -> None:
