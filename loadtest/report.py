@@ -256,11 +256,13 @@ def method(run: Run) -> list[str]:
         f"Keeps up: errors at most {share(classify.ERRORS)} of arrivals, and not both completions below "
         f"{share(classify.KEEPS_UP)} of arrivals and a rising number in flight. Saturated, stable: refusals fill the "
         "gap and TTFT does not rise. Saturated, growing: neither. Collapsing: token rate or goodput below "
-        f"{share(classify.COLLAPSE)} of the best at a lower rate. Hung: {seconds(classify.SILENCE)} without a token or "
-        "a step while something was in flight. Crashed: the service's own word that it died, or no service.",
-        f"The knee is an interval: from {share(classify.KEEPS_UP)} of the highest rate that keeps up to the lowest "
-        f"rate that does not. The limits' interval is made the same way, of goodput at least {share(SLO_SHARE)} of "
-        "what was offered.",
+        f"{share(classify.COLLAPSE)} of the best at a lower rate, by more than so few requests vary. Hung: "
+        f"{seconds(classify.SILENCE)} without a token or a step while something was in flight. Crashed: the "
+        "service's own word that it died, or no service.",
+        f"The knee is an interval: from {share(classify.KEEPS_UP)} of the highest rate that keeps up, less what its "
+        "completions may owe to luck (two standard deviations of the number in flight), to the lowest rate that does "
+        f"not. The limits' interval: from {share(SLO_SHARE)} of the highest rate at which goodput was at least so much "
+        "of what was offered, to the lowest at which it was not.",
         f"A level is voided when the client was the bottleneck: sends later than {seconds(classify.LATENESS)} (p99) "
         f"or {share(classify.LATENESS_SHARE)} of the mean gap, whichever is more; a client process above "
         f"{share(classify.CLIENT_CPU)} of a core; requests that the client could not send.",
