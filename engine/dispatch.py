@@ -22,6 +22,8 @@ from engine.types import (
     TokensGenerated,
 )
 
+_LAST = (RequestFinished, RequestFailed)
+
 StatsListener = Callable[[EngineStats, EngineState], None]
 CacheListener = Callable[[Sequence[CacheChange]], None]
 
@@ -119,7 +121,7 @@ class Dispatcher:
         if sink is None:
             return
         wanted = [event for event in events if not self._is_muted(event)] if self._stopped else events
-        if isinstance(events[-1], RequestFinished | RequestFailed):  # nothing of a request comes after those
+        if type(events[-1]) in _LAST:  # nothing of a request comes after those
             del self._sinks[request_id]
             self._stopped = {key for key in self._stopped if key[0] != request_id}
         if wanted:

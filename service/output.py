@@ -301,7 +301,10 @@ class RequestOutput:
                 self._span.first_token()
             self._generated += count
             candidate.last_token_at = self._timer.tokens(count, candidate.last_token_at)
-        delta = candidate.text.push(*self._output_tokens(event))
+        if event.finish is None:
+            delta = candidate.text.push(event.token_ids, event.logprobs)
+        else:
+            delta = candidate.text.push(*self._output_tokens(event))
         if delta.stopped is not None:
             self._end_candidate(candidate, delta, CandidateFinish(FinishReason.STOP), delta.stopped)
             if event.finish is None:
@@ -501,9 +504,8 @@ class RequestOutput:
             return
         count = len(piece.token_ids)
         text, token_ids = piece.text if options.text else "", piece.token_ids if options.token_ids else ()
-        delta = add_delta(
-            *(events, self.request_id, self._next_sequence(), candidate.index, candidate.sent, count, text, token_ids)
-        )
+        sequence, index, offset = self._next_sequence(), candidate.index, candidate.sent
+        delta = add_delta(events, self.request_id, sequence, index, offset, count, text, token_ids)
         candidate.sent += count
         self._begun = True
         if candidate.pieces:

@@ -71,6 +71,7 @@ class OutputText:
         self._tokens = 0
         self._stopped: str | None = None
         self._whole_texts = tokenizer.whole_texts
+        self._started = self._detokenizer.started
 
     @property
     def token_count(self) -> int:
@@ -85,7 +86,7 @@ class OutputText:
         """Takes the tokens of a step and gives what has become certain. After a stop, tokens are only counted."""
         if logprobs and len(logprobs) != len(token_ids):
             raise ValueError(f"{len(logprobs)} log probabilities for {len(token_ids)} tokens")
-        if len(token_ids) == 1 and not self._held and self._stopped is None and self._detokenizer.started:
+        if self._started and len(token_ids) == 1 and not self._held and self._stopped is None:
             text = self._whole_texts[token_ids[0]]
             if text is not None and self._matcher.passes(text):  # by far the most frequent case
                 self._tokens += 1
@@ -102,6 +103,7 @@ class OutputText:
                 return self._cut(*stop)
         if self._stopped is not None:
             return Delta()
+        self._started = self._detokenizer.started
         return self._release(self._offset + len(self._text) - self._matcher.held)
 
     def finish(self) -> Delta:
