@@ -39,7 +39,8 @@ def paged_attention(
 
     out, query [T, Hq, D]; kv_pool [num_blocks, layers, 2, Hkv, block_size, D]; block_tables [S, B]; query_start
     [S + 1]; context_lens [S]. CUDA only: workspace uint8, from `paged_attention_workspace_bytes`; planned:
-    `plan_attention` has run for these context_lens (decode only, that is max_query_len 1).
+    `plan_attention` has run for these context_lens (decode, that is max_query_len 1), or `plan_prefill` for these and
+    this query_start.
     """
     _runtime.paged_attention(
         out,
@@ -133,6 +134,21 @@ def plan_attention(
     _runtime.plan_attention(
         context_lens, q_heads, kv_heads, head_dim, workspace, _stream(context_lens), least_tokens, pdl
     )
+
+
+def plan_prefill(
+    query_start: Tensor,
+    context_lens: Tensor,
+    q_heads: int,
+    kv_heads: int,
+    head_dim: int,
+    workspace: Tensor,
+    *,
+    pdl: bool = False,
+) -> None:
+    """Shares the attention of query chunks out over the GPU, for all layers of the step: as `plan_attention`, and in
+    another part of the same workspace. query_start [S + 1], context_lens [S]."""
+    _runtime.plan_prefill(query_start, context_lens, q_heads, kv_heads, head_dim, workspace, _stream(context_lens), pdl)
 
 
 def decode_attention(

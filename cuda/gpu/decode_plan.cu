@@ -12,6 +12,7 @@
 #include <mutex>
 
 #include "gpu/launch.cuh"
+#include "gpu/prefill_plan.cuh"
 #include "gpu/ptx.cuh"
 #include "octavo/paged_attention.h"
 
@@ -277,7 +278,7 @@ size_t paged_attention_workspace_bytes(int32_t max_seqs, int32_t q_heads, int32_
     const DecodeGrid grid = decode_grid(seqs, kv_heads, head_dim);
     bytes = std::max(bytes, DecodeWorkspace(grid, seqs, kv_heads, q_heads / kv_heads, head_dim).bytes);
   }
-  return bytes;
+  return aligned(bytes) + PrefillWorkspace(head_dim).bytes;
 }
 
 void plan_decode(const DecodeGrid& grid, const PlanAttentionArgs& args) {

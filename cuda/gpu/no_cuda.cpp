@@ -5,6 +5,7 @@
 #include "octavo/error.h"
 #include "octavo/norm.h"
 #include "octavo/paged_attention.h"
+#include "octavo/prefill_linear.h"
 #include "octavo/sample.h"
 #include "octavo/silu_mul.h"
 #include "octavo/write_kv.h"
@@ -23,6 +24,7 @@ size_t paged_attention_workspace_bytes(int32_t, int32_t, int32_t, int32_t) {
   refuse("paged_attention_workspace_bytes");
 }
 void plan_attention(const PlanAttentionArgs&) { refuse("plan_attention"); }
+void plan_prefill(const PlanPrefillArgs&) { refuse("plan_prefill"); }
 void decode_attention(const DecodeAttentionArgs&) { refuse("decode_attention"); }
 void write_kv(const WriteKvArgs&) { refuse("write_kv"); }
 void copy_blocks(const CopyBlocksArgs&) { refuse("copy_blocks"); }
@@ -38,5 +40,7 @@ void decode_start(const DecodeStartArgs&) { refuse("decode_start"); }
 void decode_norm_linear(const DecodeNormLinearArgs&) { refuse("decode_norm_linear"); }
 void decode_norm_gate_up(const DecodeNormLinearArgs&) { refuse("decode_norm_gate_up"); }
 void decode_linear_add(const DecodeLinearAddArgs&) { refuse("decode_linear_add"); }
+float prefill_linear_efficiency(PrefillLinear, int32_t, int32_t, int32_t, DType) { return 0.0f; }
+void prefill_linear(const PrefillLinearArgs&) { refuse("prefill_linear"); }
 
 }  // namespace octavo::gpu

@@ -73,20 +73,36 @@ void decode(const Args& args, Decode decode) {
 void prefill(const PagedAttentionArgs& args) {
   const KvPool& pool = args.pool;
   const int group = checked_group(pool, args.q_heads);
-  const Prefill prefill{args.out,
-                        args.query,
-                        at_layer(pool, args.layer),
-                        args.layer,
-                        pool.block_stride(),
-                        pool.kv_stride(),
-                        args.block_tables,
-                        args.max_blocks_per_seq,
-                        args.query_start,
-                        args.context_lens,
-                        args.num_seqs,
-                        args.scale * kLog2E,
-                        args.q_heads,
-                        group};
+  Prefill prefill{};
+  prefill.out = args.out;
+  prefill.query = args.query;
+  prefill.pool = at_layer(pool, args.layer);
+  prefill.layer = args.layer;
+  prefill.block_stride = pool.block_stride();
+  prefill.value_offset = pool.kv_stride();
+  prefill.block_tables = args.block_tables;
+  prefill.max_blocks = args.max_blocks_per_seq;
+  prefill.query_start = args.query_start;
+  prefill.context_lens = args.context_lens;
+  prefill.num_seqs = args.num_seqs;
+  prefill.scale_log2 = args.scale * kLog2E;
+  prefill.q_heads = args.q_heads;
+  prefill.kv_heads = pool.kv_heads;
+  prefill.group = group;
+  const PrefillWorkspace layout(pool.head_dim);
+  if (layout.blocks > 0) {
+    require(args.workspace != nullptr, "paged_attention: workspace too small");
+    char* workspace = static_cast<char*>(args.workspace) + prefill_workspace_at(layout, args.workspace_bytes);
+    if (!args.planned) {
+      plan_prefill({args.query_start, args.context_lens, args.num_seqs, args.q_heads, pool.kv_heads, pool.head_dim,
+                    args.workspace, args.workspace_bytes, args.launch});
+    }
+    prefill.blocks = layout.blocks;
+    prefill.cuts = reinterpret_cast<const PrefillCut*>(workspace + layout.cuts);
+    prefill.tickets = reinterpret_cast<int*>(workspace + layout.tickets);
+    prefill.stats = reinterpret_cast<float4*>(workspace + layout.stats);
+    prefill.outputs = reinterpret_cast<float4*>(workspace + layout.outputs);
+  }
   with_head_dim(pool.head_dim,
                 [&]<int kDim>() { PrefillKernels<kDim>::launch(prefill, pool, args.num_tokens, args.launch); });
 }

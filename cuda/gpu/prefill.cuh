@@ -1,8 +1,9 @@
-// What a prefill attention launch is told; the kernels are in prefill_attention.cuh.
+// What a prefill attention launch is told; the kernels are in prefill_attention.cuh and prefill_warpgroup.cuh.
 #pragma once
 
 #include <cstdint>
 
+#include "gpu/prefill_plan.cuh"
 #include "octavo/tensor.h"
 
 namespace octavo::gpu {
@@ -21,7 +22,14 @@ struct Prefill {
   int num_seqs;
   float scale_log2;  // scale * log2(e): probabilities are powers of two
   int q_heads;
+  int kv_heads;
   int group;
+  // Of the kernel that follows a plan; see prefill_plan.cuh.
+  int blocks;
+  const PrefillCut* cuts;  // [blocks + 1]
+  int* tickets;            // [blocks][warpgroups]
+  float4* stats;           // [2 blocks][warpgroups][threads]
+  float4* outputs;         // [2 blocks][warpgroups][head_dim / 8][threads]
 };
 
 template <int kDim>

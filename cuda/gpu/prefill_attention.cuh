@@ -283,7 +283,7 @@ template <int kDim>
 void PrefillKernels<kDim>::launch(const Prefill& args, const KvPool& pool, int num_tokens, const Launch& launch_on) {
   with_element(pool.dtype, [&]<class T>(T) {
     if constexpr (kDim % 64 == 0) {
-      if (current_device().has_warpgroups) return launch_warpgroup_prefill<T, kDim>(args, pool, num_tokens, launch_on);
+      if (current_device().has_warpgroups) return launch_warpgroup_prefill<T, kDim>(args, pool, launch_on);
     }
     launch_portable_prefill<T, kDim>(args, pool, num_tokens, launch_on);
   });

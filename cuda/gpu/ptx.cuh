@@ -103,6 +103,15 @@ __device__ __forceinline__ void wait_for_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
+// The reverse of load_matrices, with the same addressing.
+__device__ __forceinline__ void store_matrices(uint32_t address, const uint32_t (&m)[4]) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0],{%1,%2,%3,%4};" ::"r"(address), "r"(m[0]), "r"(m[1]),
+               "r"(m[2]), "r"(m[3])
+               : "memory");
+#endif
+}
+
 // Adds 1 with acquire and release at device scope; returns the value before.
 __device__ __forceinline__ int take_ticket(int* counter) {
   int before;
@@ -124,6 +133,7 @@ __device__ __forceinline__ void arrive_expecting(uint32_t barrier, uint32_t byte
 
 // Traps rather than hangs if the phase never ends.
 __device__ __forceinline__ void wait_for_phase(uint32_t barrier, uint32_t parity) {
+#pragma unroll 1
   for (int attempt = 0; attempt < (1 << 24); ++attempt) {
     uint32_t done;
     asm volatile(
@@ -151,6 +161,40 @@ __device__ __forceinline__ void copy_box(uint32_t to, const void* map, int c0, i
       : "memory");
 }
 
+// A box of a two-axis map to shared memory: of this block, or of every block of the cluster whose bit `blocks` has, to
+// the same place and the same barrier of each.
+__device__ __forceinline__ void copy_tile(uint32_t to, const void* map, int c0, int c1, uint32_t barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0],[%1,{%2,%3}],[%4];" ::"r"(
+          to),
+      "l"(map), "r"(c0), "r"(c1), "r"(barrier)
+      : "memory");
+}
+__device__ __forceinline__ void copy_tile_to_blocks(uint32_t to, const void* map, int c0, int c1, uint32_t barrier,
+                                                    uint16_t blocks) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster "
+      "[%0],[%1,{%2,%3}],[%4],%5;" ::"r"(to),
+      "l"(map), "r"(c0), "r"(c1), "r"(barrier), "h"(blocks)
+      : "memory");
+}
+
+// A box of a two-axis map from shared memory; what lies outside the tensor is left out. One group a commit.
+__device__ __forceinline__ void store_tile(const void* map, uint32_t from, int c0, int c1) {
+  asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%0,{%1,%2}],[%3];" ::"l"(map), "r"(c0),
+               "r"(c1), "r"(from)
+               : "memory");
+}
+__device__ __forceinline__ void commit_tile_stores() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+// Until their shared memory has been read and may be written again.
+__device__ __forceinline__ void wait_for_tile_stores() {
+  asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+}
+
+__device__ __forceinline__ void prefetch_map(const void* map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+
 // Thread-block clusters and their shared memory.
 __device__ __forceinline__ uint32_t cluster_rank() {
   uint32_t rank;
@@ -170,6 +214,16 @@ __device__ __forceinline__ uint32_t peer_address(uint32_t address, uint32_t rank
   uint32_t peer;
   asm("mapa.shared::cluster.u32 %0,%1,%2;" : "=r"(peer) : "r"(address), "r"(rank));
   return peer;
+}
+
+// Barriers that other blocks of the cluster arrive at. Arriving orders the tensor copies and matrix instructions behind
+// and before it, whose ends are counted, not ordinary loads and stores: a release at cluster scope waits for the whole
+// memory, a microsecond each.
+__device__ __forceinline__ void publish_barriers_to_cluster() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+__device__ __forceinline__ void arrive_at_peer(uint32_t barrier, uint32_t rank) {
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _,[%0];" ::"r"(peer_address(barrier, rank)) : "memory");
 }
 
 // A barrier that completes once `bytes` have been stored with it. One use per kernel: its phase is never reset.
@@ -197,6 +251,7 @@ __device__ __forceinline__ void store_to_peer(uint32_t address, uint32_t barrier
 
 // Waits for the bytes; traps rather than hangs if they never come.
 __device__ __forceinline__ void wait_for_bytes(uint32_t barrier) {
+#pragma unroll 1
   for (int attempt = 0; attempt < (1 << 24); ++attempt) {
     uint32_t done;
     asm volatile(

@@ -36,5 +36,6 @@ NB_MODULE(_runtime, module) {
   octavo::python::init_ops(module);
   octavo::python::init_step_ops(module);
   octavo::python::init_decode_linear(module);
+  octavo::python::init_prefill_linear(module);
   octavo::python::init_allocator(module);
 }

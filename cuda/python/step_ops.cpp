@@ -55,6 +55,30 @@ void plan_attention(const Tensor& context_lens, int32_t q_heads, int32_t kv_head
   gpu::plan_attention(args);
 }
 
+void plan_prefill(const Tensor& query_start, const Tensor& context_lens, int32_t q_heads, int32_t kv_heads,
+                  int32_t head_dim, const Tensor& workspace, uintptr_t stream, bool pdl) {
+  const char* op = "plan_prefill";
+  View start_view(op, "query_start", query_start);
+  View lens_view(op, "context_lens", context_lens);
+  View workspace_view(op, "workspace", workspace);
+  lens_view.rank(1).of(Scalar::kInt32).contiguous();
+  if (lens_view.on_cpu()) lens_view.fail("must be on a GPU");
+  start_view.shape({lens_view.size(0) + 1}).of(Scalar::kInt32).contiguous().like(lens_view);
+  if (kv_heads < 1 || q_heads % kv_heads != 0) throw OpError("plan_prefill: q_heads must be a multiple of kv_heads");
+  workspace_view.rank(1).of(Scalar::kUInt8).contiguous().like(lens_view);
+  const PlanPrefillArgs args{start_view.data<const int32_t>(),
+                             lens_view.data<const int32_t>(),
+                             static_cast<int32_t>(lens_view.size(0)),
+                             q_heads,
+                             kv_heads,
+                             head_dim,
+                             workspace_view.data(),
+                             static_cast<size_t>(workspace_view.size(0)),
+                             launch_on(stream, pdl)};
+  nb::gil_scoped_release released;
+  gpu::plan_prefill(args);
+}
+
 void decode_attention(const Tensor& out, const Tensor& qkv, const Tensor& kv_pool_, int32_t layer,
                       const Tensor& block_tables, const Tensor& context_lens, const Tensor& cos_sin, float scale,
                       const Tensor& workspace, const OptionalTensor& bias, const OptionalTensor& q_norm,
@@ -220,6 +244,8 @@ void sample(const Tensor& tokens, const Tensor& logits, const OptionalTensor& te
 void init_step_ops(nb::module_& module) {
   module.def("plan_attention", plan_attention, "context_lens"_a, "q_heads"_a, "kv_heads"_a, "head_dim"_a, "workspace"_a,
              "stream"_a, "least_tokens"_a = 0, "pdl"_a = false);
+  module.def("plan_prefill", plan_prefill, "query_start"_a, "context_lens"_a, "q_heads"_a, "kv_heads"_a, "head_dim"_a,
+             "workspace"_a, "stream"_a, "pdl"_a = false);
   module.def("decode_attention", decode_attention, "out"_a, "qkv"_a, "kv_pool"_a, "layer"_a, "block_tables"_a,
              "context_lens"_a, "cos_sin"_a, "scale"_a, "workspace"_a, "bias"_a.none(), "q_norm"_a.none(),
              "k_norm"_a.none(), "norm_eps"_a, "stream"_a, "planned"_a = false, "pdl"_a = false);

@@ -131,13 +131,11 @@ class Decoder:
         residual, normed = self._embed(batch), buffers.normed[:tokens]
         ops.rms_norm(normed, residual, self._first_norm, eps, pdl=batch.pdl)
         for index, layer in enumerate(weights.layers):
-            qkv = layer.qkv(normed, buffers.qkv[:tokens])
+            qkv = layer.qkv(normed, buffers.qkv[:tokens], pdl=batch.pdl)
             self.pulse()
-            projected = layer.o(self._attention(index, qkv, batch), buffers.projected[:tokens])
-            ops.rms_norm(normed, projected, layer.post_norm, eps, residual=residual, pdl=batch.pdl)
+            self._add(layer.o, self._attention(index, qkv, batch), layer.post_norm, batch.pdl)
             self.pulse()
-            projected = self._mlp(layer, normed, batch.pdl)
-            ops.rms_norm(normed, projected, self._norm_after(index), eps, residual=residual, pdl=batch.pdl)
+            self._add(layer.down, self._activated(layer, normed, batch.pdl), self._norm_after(index), batch.pdl)
         if batch.logits_rows is None:
             return normed
         return torch.index_select(normed, 0, batch.logits_rows, out=buffers.scored[:wanted])
@@ -166,9 +164,8 @@ class Decoder:
     def _embed(self, batch: ForwardBatch) -> Tensor:
         """The step's first kernels: the attention plan, and the embeddings."""
         tokens = batch.token_ids.shape[0]
-        decodes = tokens if batch.max_query_len == 1 else batch.num_decodes
-        if self.device.type == "cuda" and decodes:
-            self._plan_attention(batch, decodes)
+        if self.device.type == "cuda":
+            self._plan_attention(batch)
         embedded = self._buffers.residual[:tokens]
         ops.embed(embedded, self.weights.embedding, batch.token_ids, batch.sources, batch.newest, pdl=batch.pdl)
         return embedded
@@ -216,47 +213,80 @@ class Decoder:
         self._attend(index, out, query, batch)
         return attended
 
-    def _plan_attention(self, batch: ForwardBatch, decodes: int) -> None:
-        """Once a step: every layer's decode attention is shared out over the GPU in the same way."""
+    def _plan_attention(self, batch: ForwardBatch) -> None:
+        """Once a step: every layer's attention is shared out over the GPU in the same way."""
         if batch.workspace is None:
-            raise ValueError("decode attention on CUDA needs a workspace")
+            raise ValueError("attention on CUDA needs a workspace")
         spec = self.spec
-        ops.plan_attention(batch.context_lens[:decodes], spec.q_heads, spec.kv_heads, spec.head_dim, batch.workspace)
+        shape = (spec.q_heads, spec.kv_heads, spec.head_dim, batch.workspace)
+        for call in _attention_calls(batch):
+            lens = batch.context_lens[call.sequences]
+            if call.max_query_len == 1:
+                ops.plan_attention(lens, *shape)
+            else:
+                ops.plan_prefill(call.query_start, lens, *shape)
 
     def _attend(self, index: int, out: Tensor, query: Tensor, batch: ForwardBatch) -> None:
-        """One call, or two for a mixed step on CUDA, whose decodes and chunks have kernels of their own."""
-
-        def call(rows: slice, sequences: slice, query_start: Tensor, max_query_len: int) -> None:
+        for call in _attention_calls(batch) if out.is_cuda else [_whole(batch)]:
             ops.paged_attention(
-                out[rows],
-                query[rows],
+                out[call.rows],
+                query[call.rows],
                 batch.kv_pool,
                 index,
-                batch.block_tables[sequences],
-                query_start,
-                batch.context_lens[sequences],
-                max_query_len=max_query_len,
+                batch.block_tables[call.sequences],
+                call.query_start,
+                batch.context_lens[call.sequences],
+                max_query_len=call.max_query_len,
                 scale=self._scale,
                 workspace=batch.workspace,
-                planned=out.is_cuda and max_query_len == 1,
+                planned=out.is_cuda,
                 pdl=batch.pdl,
             )
 
-        decodes = batch.num_decodes
-        if batch.max_query_len == 1 or not decodes or batch.prefill_start is None or not out.is_cuda:
-            call(slice(None), slice(None), batch.query_start, batch.max_query_len)
+    def _add(self, linear: Linear, x: Tensor, norm: Tensor, pdl: bool) -> None:
+        """The residual stream grows by x W^T, and `normed` is what the next layer reads of it."""
+        tokens, buffers, eps = x.shape[0], self._buffers, self.spec.norm_eps
+        residual, normed = buffers.residual[:tokens], buffers.normed[:tokens]
+        if linear.add(x, residual, pdl=pdl):
+            ops.rms_norm(normed, residual, norm, eps, pdl=pdl)
             return
-        call(slice(0, decodes), slice(0, decodes), batch.query_start[: decodes + 1], 1)
-        call(slice(decodes, None), slice(decodes, None), batch.prefill_start, batch.max_query_len)
+        projected = linear(x, buffers.projected[:tokens], pdl=pdl)
+        ops.rms_norm(normed, projected, norm, eps, residual=residual, pdl=pdl)
 
-    def _mlp(self, layer: LayerWeights, normed: Tensor, pdl: bool) -> Tensor:
+    def _activated(self, layer: LayerWeights, normed: Tensor, pdl: bool) -> Tensor:
         tokens, buffers = normed.shape[0], self._buffers
-        gate_up = layer.gate_up(normed, buffers.gate_up[:tokens])
-        self.pulse()
         activated = buffers.activated[:tokens]
-        ops.silu_mul(activated, gate_up, pdl=pdl)
-        return layer.down(activated, buffers.projected[:tokens])
+        if not layer.gate_up.gate_up(normed, activated, pdl=pdl):
+            gate_up = layer.gate_up(normed, buffers.gate_up[:tokens], pdl=pdl)
+            self.pulse()
+            ops.silu_mul(activated, gate_up, pdl=pdl)
+        return activated
 
 
 def _no_pulse() -> None:
     pass
+
+
+@dataclass(frozen=True, slots=True)
+class _AttentionCall:
+    """Which of a step's rows and sequences one call of paged attention takes."""
+
+    rows: slice
+    sequences: slice
+    query_start: Tensor
+    max_query_len: int
+
+
+def _whole(batch: ForwardBatch) -> _AttentionCall:
+    return _AttentionCall(slice(None), slice(None), batch.query_start, batch.max_query_len)
+
+
+def _attention_calls(batch: ForwardBatch) -> list[_AttentionCall]:
+    """One call, or two for a mixed step on CUDA, whose decodes and chunks have kernels of their own."""
+    decodes = batch.num_decodes
+    if batch.max_query_len == 1 or not decodes or batch.prefill_start is None:
+        return [_whole(batch)]
+    return [
+        _AttentionCall(slice(0, decodes), slice(0, decodes), batch.query_start[: decodes + 1], 1),
+        _AttentionCall(slice(decodes, None), slice(decodes, None), batch.prefill_start, batch.max_query_len),
+    ]

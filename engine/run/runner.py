@@ -113,6 +113,6 @@ def upload(
         prefill_start=prefill_start,
         sources=None if newest is None else sources,
         newest=newest,
-        pdl=newest is not None and arrays.max_query_len == 1,
+        pdl=newest is not None,
     )
     return DeviceBatch(batch, targets, SamplingTensors(*tensors[9:15]))

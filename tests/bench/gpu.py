@@ -18,7 +18,7 @@ from tests.bench.shapes import SHAPES, write_shape
 
 Figures = dict[str, float]
 
-KERNEL_SCRIPTS = ("decode_attention", "prefill_attention", "memory_ops")
+KERNEL_SCRIPTS = ("decode_attention", "prefill_attention", "prefill_linear", "memory_ops")
 
 
 def sections() -> dict[str, Callable[[], Figures]]:

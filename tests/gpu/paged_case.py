@@ -40,8 +40,10 @@ class PagedCase:
         size = ops.paged_attention_workspace_bytes(rows, q_heads, self.pool.shape[3], head_dim)
         return torch.zeros(size, dtype=torch.uint8, device=DEVICE)
 
-    def attend(self, workspace: Tensor, *, least_tokens: int | None = None, pdl: bool = False) -> Tensor:
-        """The op's output, over a poisoned buffer. least_tokens: plan with it first."""
+    def attend(
+        self, workspace: Tensor, *, least_tokens: int | None = None, planned: bool = False, pdl: bool = False
+    ) -> Tensor:
+        """The op's output, over a poisoned buffer. least_tokens: plan with it first; planned: that was done before."""
         _, q_heads, head_dim = self.query.shape
         out = torch.full_like(self.query, float("nan"))
         if least_tokens is not None:
@@ -59,7 +61,7 @@ class PagedCase:
             max_query_len=max(self.query_lens),
             scale=self.scale,
             workspace=workspace,
-            planned=least_tokens is not None,
+            planned=planned or least_tokens is not None,
             pdl=pdl,
         )
         return out

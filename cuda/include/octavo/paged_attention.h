@@ -25,7 +25,7 @@ struct PagedAttentionArgs {
   float scale;
   void* workspace;  // gpu only: paged_attention_workspace_bytes(...) bytes, zeroed once at allocation
   size_t workspace_bytes;
-  bool planned;  // gpu decode only: plan_attention has run for these context_lens; else the op runs it first
+  bool planned;  // gpu only: plan_attention (decode) or plan_prefill has run for these lengths; else the op runs it
   Launch launch;
 };
 
@@ -38,6 +38,20 @@ struct PlanAttentionArgs {
   int32_t kv_heads;
   int32_t head_dim;
   int32_t least_tokens;  // of a context that a thread block reads on its own; 0: chosen on the device (else for tests)
+  void* workspace;
+  size_t workspace_bytes;
+  Launch launch;
+};
+
+// The same for steps in which a sequence has any number of query tokens: shares prefill attention out over the GPU, for
+// all layers. The two plans do not touch each other.
+struct PlanPrefillArgs {
+  const int32_t* query_start;   // [num_seqs + 1]
+  const int32_t* context_lens;  // [num_seqs]
+  int32_t num_seqs;             // as in paged_attention; up to 4096
+  int32_t q_heads;
+  int32_t kv_heads;
+  int32_t head_dim;
   void* workspace;
   size_t workspace_bytes;
   Launch launch;
@@ -77,6 +91,7 @@ namespace gpu {
 // head_dim 64, 80, 96 or 128; group q_heads/kv_heads 1..8; block_size 16; bf16 and fp16. Graph-safe.
 void paged_attention(const PagedAttentionArgs& args);
 void plan_attention(const PlanAttentionArgs& args);
+void plan_prefill(const PlanPrefillArgs& args);
 void decode_attention(const DecodeAttentionArgs& args);
 // Workspace for any batch up to max_seqs sequences: depends on capacities and the current device only.
 size_t paged_attention_workspace_bytes(int32_t max_seqs, int32_t q_heads, int32_t kv_heads, int32_t head_dim);

@@ -1,0 +1,36 @@
+// Shared memory of warpgroup prefill attention: what its roles hand to each other.
+#pragma once
+
+#include <cstdint>
+
+#include "gpu/prefill_walk.cuh"
+
+namespace octavo::gpu {
+
+template <int kDim>
+struct WarpgroupShared {
+  static constexpr int kRows = kPrefillTileRows;
+  static constexpr int kKeys = kPrefillTileKeys;
+  static constexpr int kStages = 2;
+  static constexpr int kLines = kDim / 64;  // 128-byte lines of a row
+  using Rows = unsigned char[kLines][kRows][128];
+  using Keys = unsigned char[kLines][kKeys][128];
+
+  alignas(1024) Rows query[2];  // of an item and the next; when an item is done its outputs
+  alignas(1024) Keys key[kStages];
+  alignas(1024) Keys value[kStages];
+  PrefillItem item[2];
+  int stores[2][2];  // by buffer and warpgroup: the rows are outputs to be stored
+  int last[2];       // by warpgroup: it merges
+  alignas(8) uint64_t key_full[kStages], key_empty[kStages];
+  alignas(8) uint64_t value_full[kStages], value_empty[kStages];
+  alignas(8) uint64_t query_full[2], out_full[2];
+};
+
+// Pieces of 16 bytes are swizzled as a tensor copy leaves them.
+template <int kDim>
+__device__ __forceinline__ unsigned char* piece_of(typename WarpgroupShared<kDim>::Rows& rows, int row, int piece) {
+  return rows[piece / 8][row] + (piece % 8 ^ row % 8) * 16;
+}
+
+}  // namespace octavo::gpu
