@@ -75,6 +75,8 @@ class StepLoop:
             self._committed_at = now
         plan = self.scheduler.plan(now, self.runner.moved)
         launched = (plan, self.runner.launch(plan)) if plan is not None else None
+        if plan is not None:
+            self.scheduler.prepare_commit(plan)
         if self.runner.lookahead:
             finished, self._in_flight = self._in_flight, launched
         else:

@@ -8,8 +8,9 @@ index keeps what verifies a hit, one entry a block, so it never outgrows the poo
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from hashlib import blake2b
 
 import numpy as np
@@ -50,13 +51,15 @@ class _Entry:
 @dataclass(slots=True)
 class Chain:
     """How far a sequence's blocks are published, and the block the next one continues. `broken`: its key was taken by
-    other tokens, so nothing behind it can be found."""
+    other tokens, so nothing behind it can be found. `ahead`: keys and tokens of the blocks behind it, as far as they
+    are hashed."""
 
     salt: str
     blocks: int = 0
     key: int = 0
     serial: int = _ROOT_SERIAL
     broken: bool = False
+    ahead: deque[tuple[int, bytes]] = field(default_factory=deque)
 
 
 class PrefixIndex:
@@ -88,12 +91,26 @@ class PrefixIndex:
             chain.blocks, chain.key, chain.serial = index + 1, key, entry.serial
         return blocks, chain
 
+    def hash_ahead(self, chain: Chain, token_ids: Sequence[int], count: int) -> None:
+        """Hashes what `publish` will need of the first `count` blocks of `token_ids`: to be called while there is time,
+        as when a device computes those blocks."""
+        first = chain.blocks + len(chain.ahead)
+        if chain.broken or first >= count:
+            return
+        key = chain.ahead[-1][0] if chain.ahead else chain.key
+        size = self._block_size
+        data = np.asarray(token_ids[first * size : count * size], dtype=np.int32).tobytes()
+        for begin in range(0, len(data), 4 * size):
+            tokens = data[begin : begin + 4 * size]
+            key = self._hash(key.to_bytes(8, "little") + tokens)
+            chain.ahead.append((key, tokens))
+
     def publish(self, chain: Chain, token_ids: Sequence[int], blocks: Sequence[int]) -> None:
         """Makes findable the blocks behind the chain's end, `blocks[i]` holding the i-th block of `token_ids`, and
         moves the chain on. Only for blocks that are computed and never written again."""
+        self.hash_ahead(chain, token_ids, len(blocks))
         while chain.blocks < len(blocks) and not chain.broken:
-            tokens = self._tokens(token_ids, chain.blocks)
-            key = self._key(chain, tokens)
+            key, tokens = chain.ahead.popleft()
             block = blocks[chain.blocks]
             holder = self._allocator.publish(block, key)
             if holder == block:
@@ -106,6 +123,7 @@ class PrefixIndex:
             entry = self._entries[holder]
             if entry is None or not self._same(entry, key, chain, tokens):
                 chain.broken = True
+                chain.ahead.clear()
                 return
             chain.blocks, chain.key, chain.serial = chain.blocks + 1, key, entry.serial
 

@@ -198,6 +198,11 @@ class Residency:
             blocks = self.tables.rows[sequence.slot, :full].tolist()
             self.prefix_index.publish(sequence.chain, sequence.token_ids, blocks)
 
+    def hash_ahead(self, sequence: Sequence, num_tokens: int) -> None:
+        """What `publish` of the first `num_tokens` tokens would have to compute first, so that it need not."""
+        if self.prefix_index is not None and sequence.chain is not None:
+            self.prefix_index.hash_ahead(sequence.chain, sequence.token_ids, num_tokens // self.tables.block_size)
+
     def release(self, sequence: Sequence) -> None:
         """Gives back whatever the sequence holds, in host memory too."""
         if sequence.slot != NO_SLOT:

@@ -202,6 +202,12 @@ class Scheduler:
         scored = self._scored(scheduled) if self._scoring else []
         return StepPlan(self._steps, scheduled, sampling, moves, edited, scored)
 
+    def prepare_commit(self, plan: StepPlan) -> None:
+        """What `commit` needs and can be computed while the step runs."""
+        for entry in plan.scheduled:
+            if entry.count > 1:
+                self.residency.hash_ahead(entry.sequence, entry.start + entry.count)
+
     def _take(self, decodes: list[Sequence], chunks: list[ScheduledSequence]) -> list[ScheduledSequence]:
         """The plan's entries, those of one token first, with their tokens marked as computed and samples as pending."""
         scheduled = []
