@@ -1,12 +1,12 @@
 // Which grid reads a decode batch fastest: times every way of launching decode attention, whatever decode_grid picks.
 //
 //   nvcc -std=c++20 -O3 --expt-relaxed-constexpr -Icuda -Icuda/include -gencode=arch=compute_90a,code=sm_90a
-//     cuda/bench/decode_grid.cu cuda/gpu/{decode_plan,decode_attention_*,device}.cu -o decode_grid
+//     cuda/bench/decode_grid.cu cuda/gpu/{decode_plan,decode_attention_*,prefill_plan,device}.cu -o decode_grid
 //   ./decode_grid 12 2 128 64x2048 ...      query heads, KV heads, head_dim, then batch x context or batch r longest
 //
 // Layers follow each other in one graph with programmatic launches, over block tables that are random permutations; no
-// layer finds its KV in the L2. Prints us a layer for each size of cluster, for more single blocks than run at once, and
-// what decode_grid picks.
+// layer finds its KV in the L2. Prints us a layer for each size of cluster, for more single blocks than run at once,
+// and what decode_grid picks.
 #include <cuda_runtime.h>
 
 #include <algorithm>

@@ -22,42 +22,42 @@ struct PrefillItem {
   }
 };
 
-// Where every kStep-th row of a tile lies in queries and outputs. Steps are additions: divisions a row would take
+// Where every kStep-th row of a tile lies in queries and outputs. Steps are a few additions: divisions a row would take
 // longer than its copy.
 template <int kStep>
 class PrefillRowCursor {
  public:
   __device__ __forceinline__ PrefillRowCursor(const Prefill& args, int head_dim)
-      : group_(args.group), tokens_(kStep / args.group), heads_(kStep % args.group), head_dim_(head_dim) {
-    token_stride_ = args.q_heads * head_dim;
-  }
+      : group_(args.group),
+        heads_(kStep % args.group),
+        tokens_(kStep / args.group),
+        token_stride_(args.q_heads * head_dim),
+        head_dim_(head_dim) {}
 
-  __device__ __forceinline__ void start(const PrefillItem& item, int row) {
+  // The first offset, in elements; the cursor's own are relative to it.
+  __device__ __forceinline__ int64_t start(const PrefillItem& item, int row) {
     const int token = (item.first_row + row) / group_;
     head_ = (item.first_row + row) % group_;
     left_ = item.query_len - token;
-    offset_ =
-        static_cast<int64_t>(item.first_token + token) * token_stride_ + (item.place.head * group_ + head_) * head_dim_;
+    offset_ = 0;
+    return static_cast<int64_t>(item.first_token + token) * token_stride_ +
+           (item.place.head * group_ + head_) * head_dim_;
   }
 
   __device__ __forceinline__ void step() {
-    offset_ += tokens_ * token_stride_ + heads_ * head_dim_;
-    left_ -= tokens_;
     head_ += heads_;
-    if (head_ >= group_) {
-      head_ -= group_;
-      offset_ += token_stride_ - group_ * head_dim_;
-      --left_;
-    }
+    const int carried = head_ >= group_ ? 1 : 0;
+    head_ -= carried * group_;
+    left_ -= tokens_ + carried;
+    offset_ += tokens_ * token_stride_ + heads_ * head_dim_ + carried * (token_stride_ - group_ * head_dim_);
   }
 
-  __device__ __forceinline__ bool exists() const { return left_ > 0; }   // it is not past the sequence's end
-  __device__ __forceinline__ int64_t offset() const { return offset_; }  // elements
+  __device__ __forceinline__ bool exists() const { return left_ > 0; }  // it is not past the sequence's end
+  __device__ __forceinline__ int offset() const { return offset_; }
 
  private:
-  const int group_, tokens_, heads_, head_dim_;
-  int token_stride_, head_, left_;
-  int64_t offset_;
+  const int group_, heads_, tokens_, token_stride_, head_dim_;
+  int head_, left_, offset_;
 };
 
 class PrefillWalk {

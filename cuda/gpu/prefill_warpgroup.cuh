@@ -127,12 +127,12 @@ class WarpgroupPrefill {
   __device__ __forceinline__ void load_queries(const PrefillItem& item, Cursor& cursor, int buffer) const {
     if (threadIdx.x == 32) shared_.item[buffer] = item;
     if (item.exists) {
-      const T* from = static_cast<const T*>(args_.query) + 8 * piece();
-      cursor.start(item, first_row());
+      const T* from = static_cast<const T*>(args_.query) + cursor.start(item, first_row()) + 8 * piece();
 #pragma unroll 4
       for (int row = first_row(); row < Shared::kRows; row += kRowStep, cursor.step()) {
+        const bool exists = cursor.exists();
         ptx::copy_async(ptx::shared_address(piece_of<kDim>(shared_.query[buffer], row, piece())),
-                        from + (cursor.exists() ? cursor.offset() : 0), cursor.exists());
+                        exists ? from + cursor.offset() : args_.query, exists);
       }
       ptx::commit_copies();
       ptx::wait_for_copies<0>();
@@ -142,14 +142,12 @@ class WarpgroupPrefill {
   }
 
   __device__ __forceinline__ void store_outputs(const PrefillItem& item, Cursor& cursor, int buffer) const {
-    T* to = static_cast<T*>(args_.out) + 8 * piece();
-    const bool stores[2] = {shared_.stores[buffer][0] != 0, shared_.stores[buffer][1] != 0};
-    cursor.start(item, first_row());
+    const bool low = shared_.stores[buffer][0] != 0, high = shared_.stores[buffer][1] != 0;
+    T* to = static_cast<T*>(args_.out) + cursor.start(item, first_row()) + 8 * piece();
 #pragma unroll 4
     for (int row = first_row(); row < Shared::kRows; row += kRowStep, cursor.step()) {
-      if (!cursor.exists() || !(row < 64 ? stores[0] : stores[1])) continue;
-      *reinterpret_cast<uint4*>(to + cursor.offset()) =
-          *reinterpret_cast<const uint4*>(piece_of<kDim>(shared_.query[buffer], row, piece()));
+      const uint4 data = *reinterpret_cast<const uint4*>(piece_of<kDim>(shared_.query[buffer], row, piece()));
+      if (cursor.exists() && (row < 64 ? low : high)) *reinterpret_cast<uint4*>(to + cursor.offset()) = data;
     }
   }
 

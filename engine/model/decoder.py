@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
-from engine import ops
+from engine import ops, ops_prefill
 from engine.model.batch import ForwardBatch
 from engine.model.decode_chain import DecodeChain
 from engine.model.layers import Linear
@@ -15,6 +16,8 @@ from engine.model.rope import cos_sin_table, identity_table
 from engine.model.spec import ModelSpec
 
 Tensor = torch.Tensor
+
+_log = logging.getLogger(__name__)
 
 # Up to so many sequences attention starts, and reads old K and V, while the QKV projection still runs. With more, that
 # only takes bandwidth from the projection: measured on an H200, see cuda/bench/LOG.md.
@@ -98,6 +101,8 @@ class Decoder:
         self._buffers = _Buffers(spec, max_tokens, max_logits, device, dtype)
         self._fuses_attention = device.type == "cuda" and spec.rope.rotary_dim == spec.head_dim
         self._chain = DecodeChain.build(spec, weights, device, dtype)
+        if device.type == "cuda":
+            _log_prefill_kernels(spec, dtype, max_tokens)
 
     def _tables(self) -> list[Tensor]:
         rope, positions = self.spec.rope, self.max_positions
@@ -261,6 +266,13 @@ class Decoder:
             self.pulse()
             ops.silu_mul(activated, gate_up, pdl=pdl)
         return activated
+
+
+def _log_prefill_kernels(spec: ModelSpec, dtype: torch.dtype, max_tokens: int) -> None:
+    """One line where the kernels for many rows serve none of the MLP, as on any GPU but those of capability 9.0."""
+    served = ops_prefill.efficiency("gate_up", max_tokens, spec.intermediate_size, spec.hidden_size, dtype)
+    if served == 0 or spec.mlp_bias:
+        _log.info("steps of many rows use cuBLAS and plain kernels on this device, for this shape or dtype")
 
 
 def _no_pulse() -> None:
