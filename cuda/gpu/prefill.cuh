@@ -1,4 +1,4 @@
-// What a prefill attention launch is told; the kernels are in prefill_attention.cuh and prefill_warpgroup.cuh.
+// What a prefill attention launch is told; the kernels are in prefill_{attention,warpgroup,stretch}.cuh.
 #pragma once
 
 #include <cstdint>
@@ -24,7 +24,7 @@ struct Prefill {
   int q_heads;
   int kv_heads;
   int group;
-  // Of the kernel that follows a plan; see prefill_plan.cuh.
+  // Of the kernel that follows a plan; see prefill_plan.cuh. blocks: 0 where another one serves.
   int blocks;
   const PrefillCut* cuts;  // [blocks + 1]
   int* tickets;            // [blocks][warpgroups]

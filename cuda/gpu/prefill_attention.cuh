@@ -15,6 +15,7 @@
 #include "gpu/element.cuh"
 #include "gpu/launch.cuh"
 #include "gpu/prefill_rows.cuh"
+#include "gpu/prefill_stretch.cuh"
 #include "gpu/prefill_warpgroup.cuh"
 #include "gpu/ptx.cuh"
 
@@ -283,7 +284,8 @@ template <int kDim>
 void PrefillKernels<kDim>::launch(const Prefill& args, const KvPool& pool, int num_tokens, const Launch& launch_on) {
   with_element(pool.dtype, [&]<class T>(T) {
     if constexpr (kDim % 64 == 0) {
-      if (current_device().has_warpgroups) return launch_warpgroup_prefill<T, kDim>(args, pool, launch_on);
+      if (args.blocks > 0) return launch_stretch_prefill<T, kDim>(args, pool, launch_on);
+      if (current_device().has_warpgroups) return launch_warpgroup_prefill<T, kDim>(args, pool, num_tokens, launch_on);
     }
     launch_portable_prefill<T, kDim>(args, pool, num_tokens, launch_on);
   });

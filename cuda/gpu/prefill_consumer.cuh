@@ -1,4 +1,5 @@
-// What a warpgroup of prefill attention does with 64 query rows: scores, softmax, P V, and merging with other blocks.
+// What a warpgroup of prefill attention by stretches does with 64 query rows: scores, softmax, P V, and merging with
+// other blocks.
 #pragma once
 
 #include <cmath>
@@ -14,7 +15,7 @@ namespace octavo::gpu {
 template <class T, int kDim>
 class PrefillConsumer {
  public:
-  using Shared = WarpgroupShared<kDim>;
+  using Shared = StretchShared<kDim>;
 
   __device__ __forceinline__ PrefillConsumer(const Prefill& args, Shared& shared)
       : args_(args), shared_(shared), group_(threadIdx.x / 128 - 1), lane_(threadIdx.x % 32) {}

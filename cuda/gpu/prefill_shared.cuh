@@ -1,4 +1,4 @@
-// Shared memory of warpgroup prefill attention: what its roles hand to each other.
+// Shared memory of prefill attention by stretches: what its roles hand to each other.
 #pragma once
 
 #include <cstdint>
@@ -8,7 +8,7 @@
 namespace octavo::gpu {
 
 template <int kDim>
-struct WarpgroupShared {
+struct StretchShared {
   static constexpr int kRows = kPrefillTileRows;
   static constexpr int kKeys = kPrefillTileKeys;
   static constexpr int kStages = 2;
@@ -29,7 +29,7 @@ struct WarpgroupShared {
 
 // Pieces of 16 bytes are swizzled as a tensor copy leaves them.
 template <int kDim>
-__device__ __forceinline__ unsigned char* piece_of(typename WarpgroupShared<kDim>::Rows& rows, int row, int piece) {
+__device__ __forceinline__ unsigned char* piece_of(typename StretchShared<kDim>::Rows& rows, int row, int piece) {
   return rows[piece / 8][row] + (piece % 8 ^ row % 8) * 16;
 }
 
