@@ -15,8 +15,8 @@ from engine import load_tokenizer
 from engine.config import AllocatorKind, EngineConfig, LoadFormat, PreemptionMode
 from engine.engine import Engine
 from engine.errors import ConfigurationError, EngineError
-from engine.model.source import resolve
 from engine.types import FailureKind, GenerationRequest, SamplingParameters, StopCriteria
+from tests.model.demo_peer import demo_peer
 from tests.model.tiny import write_tiny_model
 
 GREEDY = SamplingParameters(temperature=0.0)
@@ -310,11 +310,7 @@ def test_ids_that_pad_the_vocabulary_are_never_sampled(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_smollm2_equals_transformers_for_two_hundred_tokens() -> None:
     """The demo model, greedy, fp32, three prompts at once, against transformers' own reading of the same file."""
-    source = resolve("demo")
-    peer = AutoModelForCausalLM.from_pretrained(
-        str(source.path.parent), gguf_file=source.path.name, dtype=torch.float32
-    ).eval()
-    peer.generation_config.eos_token_id = None
+    peer = demo_peer()
     tokenizer = load_tokenizer("demo")
     texts = ("The capital of France is", "Once upon a time, in a small village by the sea,", "To make bread you need")
     prompts = [tokenizer.encode(text) for text in texts]

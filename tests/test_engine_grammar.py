@@ -296,5 +296,5 @@ def test_random_schemas_are_followed(shared: Engine, tokenizer: Tokenizer) -> No
 def test_five_hundred_random_schemas_are_followed_by_the_demo_model() -> None:
     tok = Tokenizer.load("demo")
     prompt = tok.encode("Here is an example of a JSON object:\n")
-    demo = engine("demo", max_num_seqs=32, max_model_len=128)  # type: ignore[arg-type]
+    demo = engine("demo", max_num_seqs=64, max_model_len=128)  # type: ignore[arg-type]
     assert check_schemas(demo, tok, 500, prompt, 64) >= 400

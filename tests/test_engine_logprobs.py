@@ -14,7 +14,6 @@ from transformers import AutoModelForCausalLM
 from engine import load_tokenizer
 from engine.config import EngineConfig
 from engine.engine import Engine, GenerationResult
-from engine.model.source import resolve
 from engine.schedule.plan import StepPlan
 from engine.types import (
     GenerationRequest,
@@ -24,6 +23,7 @@ from engine.types import (
     TokenLogprob,
     TokensGenerated,
 )
+from tests.model.demo_peer import demo_peer
 from tests.model.tiny import write_tiny_model
 from tests.test_engine import GREEDY, engine, random_requests
 from tests.text.corpus import PROMPTS
@@ -179,10 +179,7 @@ def test_a_request_without_them_scores_nothing_more(shared: Engine, monkeypatch:
 @pytest.mark.slow
 def test_the_demo_model_equals_transformers() -> None:
     """SmolLM2-135M in fp32: prompts and outputs, in chunks beside each other, then with the prompts in the cache."""
-    source = resolve("demo")
-    peer = AutoModelForCausalLM.from_pretrained(
-        str(source.path.parent), gguf_file=source.path.name, dtype=torch.float32
-    ).eval()
+    peer = demo_peer()
     tokenizer = load_tokenizer("demo")
     demo = Engine(EngineConfig(max_num_seqs=4, max_model_len=512, max_num_batched_tokens=24))
     prompts = [tokenizer.encode(PROMPTS[script] + " " + PROMPTS["Latn"]) for script in ("Latn", "Grek", "Hans")]

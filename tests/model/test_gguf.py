@@ -10,7 +10,6 @@ import gguf
 import numpy as np
 import pytest
 import torch
-import transformers
 from gguf import GGMLQuantizationType
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -24,6 +23,7 @@ from engine.model.gguf_weights import GgufSource
 from engine.model.loader import load_model
 from engine.model.source import resolve
 from engine.text.tokenizer import Tokenizer
+from tests.model.demo_peer import demo_peer
 from tests.model.gguf_writer import quantised_copy, write_gguf
 from tests.model.paged_loop import greedy, prompt_logits
 from tests.model.test_parity import LLAMA3, PROMPT, hf_greedy, hf_logits
@@ -181,10 +181,7 @@ def test_demo_equals_transformers_own_gguf_load() -> None:
     source = resolve("demo")
     config = EngineConfig(model="demo", max_num_batched_tokens=128, max_num_seqs=64)
     loaded = load_model(config, CPU)
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        source.path.parent, gguf_file=source.path.name, dtype=torch.float32, attn_implementation="eager"
-    ).eval()
-    model.generation_config.eos_token_id = None
+    model = demo_peer()
     prompt, _ = Tokenizer.from_source(source).encode_chat([{"role": "user", "content": "What is an octavo?"}])
     expected = hf_logits(model, prompt)
     torch.testing.assert_close(prompt_logits(loaded.decoder, prompt), expected, atol=2e-3, rtol=0)

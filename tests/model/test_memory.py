@@ -67,8 +67,7 @@ def measure(small: str, model: str, dtype: str) -> dict[str, int]:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("served", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("stored", "served"), [(torch.float32, "float32"), (torch.bfloat16, "bfloat16")])
 def test_loading_never_holds_a_model_twice(stored: torch.dtype, served: str, tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "small", stored, 1)
     size = write_checkpoint(tmp_path / "model", stored, 5)
