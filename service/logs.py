@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import enum
 import json
 import logging
+import queue
 import sys
+import threading
 from datetime import UTC, datetime
+from typing import TextIO
+
+CLOSE_SECONDS = 1.0
 
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 
@@ -32,7 +39,50 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(line, default=str)
 
 
+class BackgroundHandler(logging.Handler):
+    """Writes lines from a thread of its own: whoever reads standard error slowly, or not at all, holds up no request.
+
+    most: lines that may wait; what comes beyond is counted, and the count is written when there is room again.
+    """
+
+    def __init__(self, stream: TextIO, most: int = 10_000) -> None:
+        super().__init__()
+        self._stream = stream
+        self._most = most
+        self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        self._lost = 0
+        self._writer = threading.Thread(target=self._write, name="octavo-log", daemon=True)
+        self._writer.start()
+        atexit.register(self.close)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if self._lines.qsize() >= self._most:
+            self._lost += 1
+            return
+        if self._lost:
+            lost, self._lost = self._lost, 0
+            self._lines.put(self.format(lost_lines(lost)))
+        self._lines.put(self.format(record))
+
+    def close(self) -> None:
+        """Waits for what is to be written, but not for a reader that is gone."""
+        self._lines.put(None)
+        self._writer.join(CLOSE_SECONDS)
+        super().close()
+
+    def _write(self) -> None:
+        while (line := self._lines.get()) is not None:
+            with contextlib.suppress(OSError, ValueError):  # nobody is left to be told
+                self._stream.write(line + "\n")
+                self._stream.flush()
+
+
+def lost_lines(count: int) -> logging.LogRecord:
+    fields = {"name": __name__, "levelno": logging.WARNING, "levelname": "WARNING", "msg": "log lines were lost"}
+    return logging.makeLogRecord({**fields, "lines": count})
+
+
 def configure_logs(level: LogLevel) -> None:
-    handler = logging.StreamHandler(sys.stderr)
+    handler = BackgroundHandler(sys.stderr)
     handler.setFormatter(JsonFormatter())
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
