@@ -17,10 +17,12 @@ from loadtest.launch import LaunchError
 from loadtest.mapping import MapOptions, judge, run_map
 from loadtest.mix import MIXES, MixError
 from loadtest.orders import Transport
+from loadtest.overhead import run_overhead
 from loadtest.progress import RunProgress
 from loadtest.records import Limits, RunKind, Summary
 from loadtest.result import Result, ResultError
 from loadtest.search import Settings
+from loadtest.session import SessionOptions
 from loadtest.target import TargetError
 
 ERRORS = (TargetError, LaunchError, FleetError, MixError, ResultError)
@@ -95,6 +97,45 @@ def map_service(
 
     result = guarded(main)
     show(result, result.summary)
+
+
+@app.command()
+def overhead(
+    out: Out = None,
+    address: Address = "",
+    metrics_url: MetricsUrl = None,
+    pid: Pid = None,
+    serve: Serve = "--max-num-seqs 128",
+    seed: Seed = 1,
+    clients: Clients = 1,
+    transport: Annotated[
+        Transport, typer.Option("--transport", help="An RPC a request, or multiplexed.")
+    ] = Transport.MULTIPLEXED,
+    streams: Annotated[int, typer.Option("--streams", help="Streams of each client, multiplexed.", min=1)] = 8,
+    seconds: Annotated[float, typer.Option("--seconds", help="Measured seconds of a level.", min=1.0)] = 10.0,
+) -> None:
+    """What the service costs around the forward pass, with a tiny model of fixed weights."""
+    options = SessionOptions(
+        out=folder(out, RunKind.OVERHEAD),
+        limits=Limits(ttft=2.0, tpot=0.1),
+        address=address,
+        metrics_url=metrics_url,
+        pid=pid,
+        serve_arguments=["--log-level", "warning", *shlex.split(serve)],
+        mix="short",
+        seed=seed,
+        clients=clients,
+        transport=transport,
+        streams=streams,
+        command=command(),
+    )
+
+    async def main() -> Result:
+        async with RunProgress(console) as progress:
+            return await run_overhead(options, seconds, progress)
+
+    result = guarded(main)
+    console.print(f"result: {result.folder}", highlight=False)
 
 
 @app.command()

@@ -3,51 +3,27 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import signal
 import time
-from collections.abc import Coroutine, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
-from pathlib import Path
-from typing import Any
 
-from loadtest.drive import ServiceDriver, setups
-from loadtest.fingerprint import fingerprint
-from loadtest.fleet import Fleet
+from loadtest.drive import ServiceDriver
+from loadtest.fleet import FleetError
 from loadtest.judge import judge_levels, summarize
-from loadtest.launch import Service
 from loadtest.measure import LevelRows, by_level
 from loadtest.mix import mix_of
-from loadtest.orders import Transport
 from loadtest.progress import RunProgress
 from loadtest.records import Hypothesis, Limits, Run, RunKind, Summary, TelemetryRow, Verdict
 from loadtest.result import Result
 from loadtest.search import Search, SearchError, Settings
-from loadtest.target import describe, vocabulary
-
-DEFAULT_CONTEXT = 2048
+from loadtest.session import Record, SessionOptions, machine_of, session, until_interrupted
 
 
 @dataclass(frozen=True, kw_only=True)
-class MapOptions:
-    """`address`: of a service that runs; empty: one is started with `serve_arguments`. `clients`: processes.
-    `transport`, `channels`: of each client."""
+class MapOptions(SessionOptions):
+    """`settings`: of the search."""
 
-    out: Path
-    address: str = ""
-    metrics_url: str | None = None
-    pid: int | None = None
-    serve_arguments: Sequence[str] = ()
-    mix: str = "chat"
-    seed: int = 1
-    clients: int = 2
-    channels: int = 4
-    transport: Transport = Transport.STREAM
-    limits: Limits
     settings: Settings
-    command: Sequence[str] = ()
 
 
 def hypotheses(limits: Limits) -> list[Hypothesis]:
@@ -74,46 +50,10 @@ async def run_map(options: MapOptions, progress: RunProgress) -> Result:
     """Raises TargetError, LaunchError, FleetError, MixError. After Ctrl-C, and after a search that could not go on,
     what was measured is judged and kept."""
     mix = mix_of(options.mix)
-    print_of_machine = await asyncio.to_thread(fingerprint)
-    async with AsyncExitStack() as stack:
-        address, command, pid, url = options.address, [*options.serve_arguments], options.pid, options.metrics_url
-        if not address:
-            progress.doing("starting the service", 20.0)
-            service = await stack.enter_async_context(Service(options.serve_arguments))
-            address, command, pid, url = service.address, service.command, service.pid, service.metrics_url
-        target, ids = await describe(address, command), await vocabulary(address)
-        origin = time.monotonic()
-        run = Run(
-            kind=RunKind.MAP,
-            created=datetime.now(UTC).isoformat(timespec="seconds"),
-            started=origin,
-            command=list(options.command),
-            seed=options.seed,
-            mix=options.mix,
-            limits=options.limits,
-            target=target,
-            fingerprint=print_of_machine,
-            hypotheses=hypotheses(options.limits),
-            parameters={"clients": options.clients, "channels": options.channels, "transport": str(options.transport)},
-        )
-        result = Result.create(options.out, run)
-        context = target.max_context_tokens or DEFAULT_CONTEXT
-        fleet = await stack.enter_async_context(
-            Fleet(
-                setups(
-                    options.clients,
-                    address,
-                    ids,
-                    context,
-                    origin,
-                    transport=options.transport,
-                    channels=options.channels,
-                )
-            )
-        )
-        driver = ServiceDriver(fleet, result, mix, address, ids, origin, metrics_url=url, pid=pid)
-        await search(driver, run, options, progress)
-    return result
+    record = Record(options, RunKind.MAP, hypotheses(options.limits))
+    async with session(record, await machine_of(), mix, progress) as opened:
+        await search(opened.driver, opened.driver.result.run, options, progress)
+        return opened.driver.result
 
 
 async def search(driver: ServiceDriver, run: Run, options: MapOptions, progress: RunProgress) -> None:
@@ -134,11 +74,11 @@ async def search(driver: ServiceDriver, run: Run, options: MapOptions, progress:
     )
     complete = False
     try:
-        await _until_interrupted(search.map())
+        await until_interrupted(search.map())
         complete = True
     except asyncio.CancelledError:
         search.notes.append("interrupted")
-    except SearchError as error:
+    except (SearchError, FleetError) as error:
         search.notes.append(str(error))
     minutes = (time.monotonic() - run.started) / 60
     judge(driver.result, complete=complete, notes=search.notes, extra={"minutes": minutes})
@@ -148,27 +88,6 @@ def most_concurrency(settings: Settings, run: Run) -> int:
     """A closed loop needs no more in flight than twice what the service runs at once."""
     running = run.target.max_running_requests
     return min(settings.most_concurrency, 2 * running) if running else settings.most_concurrency
-
-
-async def _until_interrupted(work: Coroutine[Any, Any, None]) -> None:
-    """The first Ctrl-C or SIGTERM cancels the work, which keeps what it has; a second one is the terminal's own."""
-    loop = asyncio.get_running_loop()
-    task = asyncio.create_task(work)
-    numbers = (signal.SIGINT, signal.SIGTERM)
-
-    def stop() -> None:
-        for number in numbers:
-            loop.remove_signal_handler(number)
-        task.cancel()
-
-    for number in numbers:
-        loop.add_signal_handler(number, stop)
-    try:
-        await task
-    finally:
-        for number in numbers:
-            with contextlib.suppress(ValueError):
-                loop.remove_signal_handler(number)
 
 
 def level_rows(result: Result) -> list[LevelRows]:

@@ -300,14 +300,16 @@ class GpuSample(Record, frozen=True, kw_only=True):
 
 class TelemetryRow(Record, frozen=True, kw_only=True):
     """One second. `metrics`: the service's own, by Prometheus name without `octavo_`, with labels as `name{label}`;
-    counters as they stand; empty where the scrape failed. CPU as shares of one core since the row before. `server_pss`:
-    bytes of the service's process tree. `in_flight` and so on: of our clients. `healthy`: readiness, None if unasked.
+    counters as they stand; empty where the scrape failed. `server_cpu`: of the service's process tree, `engine_cpu`: of
+    its children alone, both as shares of one core since the row before. `server_pss`: bytes of the tree. `healthy`:
+    readiness, None if unasked.
     """
 
     at: float
     level: int
     metrics: dict[str, float] = {}
     server_cpu: float | None = None
+    engine_cpu: float | None = None
     server_pss: int | None = None
     machine_cpu: float | None = None
     healthy: bool | None = None

@@ -49,6 +49,9 @@ class ProcessTree:
                 found[process.pid] = float(times.user + times.system)
         return found
 
+    def children_cpu_seconds(self) -> float:
+        return sum(seconds for pid, seconds in self.cpu_by_process().items() if pid != self._root.pid)
+
     def pss(self) -> int:
         """Bytes; memory that processes share counts once."""
         total = 0
@@ -85,27 +88,31 @@ class Telemetry:
 
     async def _watch(self) -> None:
         psutil.cpu_percent()  # from here on
-        used, then = self._cpu(), time.monotonic()
+        used, then, below = self._cpu(), time.monotonic(), self._children_cpu()
         while True:
             await asyncio.sleep(PERIOD - (time.monotonic() - then) % PERIOD)
             metrics, healthy, gpus = await asyncio.gather(self._scrape(), self._health(), self._gpus())
-            now, cpu = time.monotonic(), self._cpu()
+            now, cpu, engine = time.monotonic(), self._cpu(), self._children_cpu()
             self.rows.append(
                 TelemetryRow(
                     at=round(now - self._origin, 4),
                     level=self._level,
                     metrics=metrics,
                     server_cpu=None if cpu is None or used is None else round((cpu - used) / (now - then), 4),
+                    engine_cpu=None if engine is None or below is None else round((engine - below) / (now - then), 4),
                     server_pss=None if self._tree is None else self._tree.pss(),
                     machine_cpu=round(psutil.cpu_percent() * (psutil.cpu_count() or 1) / 100, 3),
                     healthy=healthy,
                     gpus=gpus,
                 )
             )
-            used, then = cpu, now
+            used, then, below = cpu, now, engine
 
     def _cpu(self) -> float | None:
         return None if self._tree is None else self._tree.cpu_seconds()
+
+    def _children_cpu(self) -> float | None:
+        return None if self._tree is None else self._tree.children_cpu_seconds()
 
     async def _scrape(self) -> dict[str, float]:
         return {} if self._url is None else await asyncio.to_thread(scrape, self._url)
