@@ -6,8 +6,9 @@ import asyncio
 import random
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from grpc import aio
 
@@ -16,9 +17,9 @@ from loadtest.ending import CHANNEL_OPTIONS
 from loadtest.fleet import Fleet, Interrupted, entries_of
 from loadtest.measure import LevelRows
 from loadtest.mix import RequestClass, deal
-from loadtest.orders import Order, Played, Setup, Transport
+from loadtest.orders import Entry, Order, Played, Setup, Transport
 from loadtest.plan import LevelPlan
-from loadtest.records import Arrival, Level
+from loadtest.records import Arrival, Level, Phase
 from loadtest.result import Result
 from loadtest.target import probe, until_recovered
 from loadtest.telemetry import Telemetry
@@ -26,6 +27,18 @@ from loadtest.telemetry import Telemetry
 LEAD = 0.3  # seconds for an order to reach every client
 CLOSED_RATE = 2000  # requests/s that a closed loop is given entries for
 PROBES = 7
+
+
+async def nothing(order: Order) -> None:
+    """Happens beside most levels."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """`change`: of the entries before they are dealt out. `beside`: runs while the level does, and is awaited."""
+
+    change: Callable[[list[Entry]], list[Entry]] = lambda entries: entries
+    beside: Callable[[Order], Coroutine[Any, Any, None]] = nothing
 
 
 @dataclass
@@ -46,8 +59,9 @@ class ServiceDriver:
     floor: float | None = None
     interrupted: bool = field(default=False, init=False)
 
-    async def run(self, plan: LevelPlan) -> LevelRows:
-        """Raises CancelledError after an interrupted level was kept."""
+    async def run(self, plan: LevelPlan, stage: Stage | None = None) -> LevelRows:
+        """stage: what happens beside the load. Raises CancelledError after an interrupted level was kept."""
+        stage = stage or Stage()
         if self.floor is None:
             self.floor = await idle_floor(self.address, self.vocabulary)
         index, self.next_level = self.next_level, self.next_level + 1
@@ -55,7 +69,7 @@ class ServiceDriver:
         begin = time.monotonic() + LEAD
         order = Order(
             level=index,
-            entries=entries_of(arrivals, begin),
+            entries=stage.change(entries_of(arrivals, begin)),
             begin=begin,
             window_begin=begin + plan.warm_up,
             stop=begin + plan.seconds,
@@ -65,7 +79,12 @@ class ServiceDriver:
         )
         schedule = self.result.write_schedule(index, arrivals) if plan.concurrency is None else ""
         async with Telemetry(index, self.origin, self.address, self.metrics_url, self.pid) as telemetry:
-            played, recovery = await self._play(plan, order)
+            beside = asyncio.create_task(stage.beside(order))
+            try:
+                played, recovery = await self._play(plan, order)
+                await beside
+            finally:
+                beside.cancel()
         level = self._level(plan, order, schedule, played, recovery)
         rows = sorted((row for part in played for row in part.rows), key=lambda row: row.intended)
         self.result.append_level(level, rows, telemetry.rows)
@@ -117,6 +136,7 @@ class ServiceDriver:
             interrupted=self.interrupted,
             recovery=recovery,
             clients=[part.report for part in played],
+            fault=plan.label if plan.phase is Phase.FAULT else "",
             parameters={**plan.parameters, **({"probe_floor": self.floor} if plan.probes else {})},
         )
 

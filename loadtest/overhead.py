@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from loadtest.drive import ServiceDriver
+from loadtest.drive import ServiceDriver, idle_floor
 from loadtest.fleet import FleetError
 from loadtest.mapping import judge
 from loadtest.measure import LevelRows
@@ -88,6 +88,8 @@ async def measure_all(
             progress.say(line(row))
         return part
 
+    driver.floor = await idle_floor(driver.address, driver.vocabulary)  # its tokens are no level's
+    await asyncio.sleep(SETTLE)
     closed = await run(0, None)
     bound = sum(row.outcome is Outcome.COMPLETED for row in closed.ended) / closed.seconds
     for index, share in enumerate(SHARES, start=1):

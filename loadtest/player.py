@@ -100,7 +100,7 @@ class Track:
         return RequestRow(
             level=self.level,
             index=self.entry.index,
-            kind=self.entry.arrival.kind,
+            kind=self.manner.kind or self.entry.arrival.kind,
             outcome=self.outcome or Outcome.CENSORED,
             intended=round(self.entry.at - origin, 6),
             sent=clock(self.sent),
