@@ -15,6 +15,7 @@ from rich.console import Console
 from loadtest.fleet import FleetError
 from loadtest.launch import LaunchError
 from loadtest.mapping import MapOptions, judge, run_map
+from loadtest.matrix import NoSuchFaultError, run_faults
 from loadtest.mix import MIXES, MixError
 from loadtest.orders import Transport
 from loadtest.overhead import run_overhead
@@ -25,7 +26,7 @@ from loadtest.search import Settings
 from loadtest.session import SessionOptions
 from loadtest.target import TargetError
 
-ERRORS = (TargetError, LaunchError, FleetError, MixError, ResultError)
+ERRORS = (TargetError, LaunchError, FleetError, MixError, NoSuchFaultError, ResultError)
 
 app = typer.Typer(
     rich_markup_mode=None,
@@ -97,6 +98,44 @@ def map_service(
 
     result = guarded(main)
     show(result, result.summary)
+
+
+@app.command()
+def faults(
+    names: Annotated[list[str] | None, typer.Argument(help="Faults; default: all.")] = None,
+    out: Out = None,
+    model: Model = "demo",
+    serve: Serve = "",
+    mix: Annotated[str, typer.Option("--mix", help=f"Workload: {', '.join(MIXES)}.")] = "mixed",
+    seed: Seed = 1,
+    clients: Clients = 1,
+    rate: Annotated[
+        float | None, typer.Option("--rate", help="Requests/s beside the faults; default: 0.4 of what it takes.")
+    ] = None,
+    ttft: Annotated[float, typer.Option("--ttft", help="Of a probe that counts as served, seconds.", min=0.001)] = 2.0,
+    seconds: Annotated[float, typer.Option("--seconds", help="Measured seconds of a fault.", min=2.0)] = 10.0,
+) -> None:
+    """Does things to a service under load, each to a fresh one, and says what every class of requests saw of it."""
+    options = SessionOptions(
+        out=folder(out, RunKind.FAULTS),
+        limits=Limits(ttft=ttft, tpot=0.1),
+        serve_arguments=serve_arguments(model, serve),
+        mix=mix,
+        seed=seed,
+        clients=clients,
+        command=command(),
+    )
+
+    async def main() -> Result:
+        async with RunProgress(console) as progress:
+            return await run_faults(options, seconds, names or [], rate, progress)
+
+    result = guarded(main)
+    broken = sum(bool(cell.broken) for cell in result.faults)
+    console.print(f"{len(result.faults)} cells, {broken} broken", highlight=False)
+    console.print(f"result: {result.folder}", highlight=False)
+    if broken:
+        raise typer.Exit(1)
 
 
 @app.command()

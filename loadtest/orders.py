@@ -34,8 +34,8 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
 
 class Manner(msgspec.Struct, frozen=True, kw_only=True):
     """How a client treats its request. `cancel_after`: tokens. `timeout`: the RPC's deadline in seconds. `pause`:
-    seconds between reads. `deaf`: reads the first message and then nothing until the end. `kind`: what its row is called instead of
-    its arrival's class."""
+    seconds between reads. `deaf`: reads the first message and then nothing until the end. `kind`: what its row is
+    called instead of its arrival's class."""
 
     cancel_after: int | None = None
     timeout: float | None = None

@@ -1,0 +1,243 @@
+"""`faults`: every fault against a fresh service under load, and what each class of requests saw of it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from grpc import aio
+
+from loadtest.classify import grade
+from loadtest.drive import ServiceDriver
+from loadtest.ending import CHANNEL_OPTIONS
+from loadtest.faults import FAULTS, Fault, Scene
+from loadtest.fleet import FleetError
+from loadtest.launch import LaunchError
+from loadtest.mapping import judge
+from loadtest.measure import LevelRows, distribution
+from loadtest.mix import mix_of
+from loadtest.plan import LevelPlan
+from loadtest.progress import RunProgress
+from loadtest.records import FaultCell, Fingerprint, Limits, Outcome, Phase, RequestRow, RunKind
+from loadtest.result import Result
+from loadtest.session import Record, SessionOptions, machine_of, session, until_interrupted
+from loadtest.target import TargetError, until_recovered
+from octavo.v1 import capacity_pb2, capacity_pb2_grpc
+
+CALIBRATE_SECONDS = 6.0
+CALIBRATE_CONCURRENCY = 8
+LOAD = 0.4  # of the closed loop's rate
+WARM_UP = 2.0
+DRAIN_LIMIT = 30.0
+FIRST_TOKEN = 1.2  # `until_recovered` allows so much over what it is given
+EMPTY_SECONDS = 3.0
+
+
+class NoSuchFaultError(Exception):
+    """The message lists those there are."""
+
+
+@dataclass
+class Matrix:
+    """The cells so far, and what is shared by all faults."""
+
+    options: SessionOptions
+    record: Record
+    machine: Fingerprint
+    seconds: float
+    progress: RunProgress
+    rate: float | None
+    cells: list[FaultCell] = field(default_factory=list)
+    levels: int = 0
+
+    async def run(self, faults: Sequence[Fault]) -> None:
+        for index, fault in enumerate(faults):
+            found = await self.one(fault, [self.seconds + 15.0] * (len(faults) - index - 1))
+            self.cells += found
+            for cell in found:
+                self.progress.say(line(cell))
+
+    async def one(self, fault: Fault, rest: Sequence[float]) -> list[FaultCell]:
+        options = replace(self.options, serve_arguments=[*self.options.serve_arguments, *fault.flags])
+        mix = mix_of(fault.mix or options.mix)
+        record = Record(options, RunKind.FAULTS, origin=self.record.origin, result=self.record.result)
+        async with session(record, self.machine, mix, self.progress, self.levels) as opened:
+            self.record.result = record.result
+            driver, service = opened.driver, opened.service
+            assert service is not None
+            if self.rate is None:
+                self.rate = await self.calibrate(driver)
+            scene = Scene(service, opened.target.max_context_tokens)
+            plan = self.plan(Phase.FAULT, rate=self.rate, label=fault.name)
+            self.progress.on_plan(plan, rest)
+            watch = asyncio.create_task(self.recovery(scene, driver, fault))
+            part = await driver.run(plan, fault.stage(scene))
+            recovery = await watch
+            self.levels = driver.next_level
+            shared = await after(fault, scene, driver, recovery)
+            return cells_of(fault, part, shared, recovery, self.options.limits)
+
+    async def calibrate(self, driver: ServiceDriver) -> float:
+        plan = self.plan(Phase.CALIBRATE, concurrency=CALIBRATE_CONCURRENCY)
+        self.progress.on_plan(plan, [])
+        part = await driver.run(replace(plan, window=CALIBRATE_SECONDS))
+        done = sum(row.outcome is Outcome.COMPLETED for row in part.ended)
+        return max(0.5, float(f"{LOAD * done / part.seconds:.3g}"))
+
+    async def recovery(self, scene: Scene, driver: ServiceDriver, fault: Fault) -> float | None:
+        """Seconds from the fault until a probe's first token came within the limit."""
+        while scene.at is None:
+            await asyncio.sleep(0.05)
+        if fault.recovers is None:
+            return None
+        floor = self.options.limits.ttft / FIRST_TOKEN
+        limit = scene.at + 2 * fault.recovers
+        return await until_recovered(driver.address, driver.vocabulary[:16], floor, scene.at, limit)
+
+    def plan(self, phase: Phase, **more: Any) -> LevelPlan:
+        return LevelPlan(
+            phase=phase,
+            warm_up=WARM_UP,
+            window=self.seconds,
+            drain_limit=DRAIN_LIMIT,
+            seed=self.options.seed,
+            **more,
+        )
+
+
+async def run_faults(
+    options: SessionOptions, seconds: float, names: Sequence[str], rate: float | None, progress: RunProgress
+) -> Result:
+    """seconds: of each fault's window. names: of the faults; all of them if empty. Raises as `session`, and
+    NoSuchFaultError."""
+    unknown = set(names) - {fault.name for fault in FAULTS}
+    if unknown:
+        raise NoSuchFaultError(f"no fault {min(unknown)!r}; there are {', '.join(fault.name for fault in FAULTS)}")
+    faults = [fault for fault in FAULTS if not names or fault.name in names]
+    record = Record(options, RunKind.FAULTS)
+    matrix = Matrix(options, record, await machine_of(), seconds, progress, rate)
+    notes: list[str] = []
+    try:
+        await until_interrupted(matrix.run(faults))
+    except asyncio.CancelledError:
+        notes.append("interrupted")
+    except (FleetError, LaunchError, TargetError) as error:
+        if record.result is None:
+            raise
+        notes.append(str(error))
+    if record.result is None:
+        raise FleetError("interrupted before anything was measured")
+    record.result.write_faults(matrix.cells)
+    minutes = (time.monotonic() - record.origin) / 60
+    judge(record.result, complete=not notes, notes=notes, extra={"minutes": minutes})
+    return record.result
+
+
+async def after(fault: Fault, scene: Scene, driver: ServiceDriver, recovery: float | None) -> dict[str, str]:
+    """What has to hold for the service as a whole: statement -> what is wrong, empty if it holds."""
+    if fault.ends:
+        code = scene.exit_code
+        return {"the service ends with exit code 0": "" if code == 0 else f"its exit code is {code}"}
+    found = {"the service lives": "" if scene.service.process.returncode is None else "its process has ended"}
+    if fault.recovers is not None:
+        late = recovery is None or recovery > fault.recovers
+        wrong = "" if not late else "no probe was" if recovery is None else f"it took {recovery:.1f} s"
+        found[f"a probe is served within {fault.recovers:g} s"] = wrong
+    if not found["the service lives"]:
+        found["nothing is held when all is over"] = await held(driver.address)
+    return found
+
+
+async def held(address: str) -> str:
+    """What the service still holds some seconds after the last request; empty if nothing."""
+    wrong = ""
+    async with aio.insecure_channel(address, CHANNEL_OPTIONS) as channel:
+        stub: Any = capacity_pb2_grpc.CapacityServiceStub(channel)
+        until = time.monotonic() + EMPTY_SECONDS
+        while time.monotonic() < until:
+            load = (await stub.GetCapacity(capacity_pb2.GetCapacityRequest(), timeout=5.0)).capacity.load
+            if not (load.running_requests or load.queued_requests or load.kv_utilization):
+                return ""
+            wrong = f"{load.running_requests} running, {load.queued_requests} waiting, KV {load.kv_utilization:.1%}"
+            await asyncio.sleep(0.2)
+    return wrong
+
+
+def cells_of(
+    fault: Fault, part: LevelRows, shared: dict[str, str], recovery: float | None, limits: Limits
+) -> list[FaultCell]:
+    """A cell for each class of requests that the level had."""
+    rows: defaultdict[str, list[RequestRow]] = defaultdict(list)
+    for row in part.rows:
+        rows[row.kind].append(row)
+    verdict = grade([part], limits)
+    return [
+        cell_of(
+            fault, kind, rows[kind], part, {**shared, **judged(fault, kind, rows[kind])}, recovery, verdict.level_class
+        )
+        for kind in sorted(rows)
+    ]
+
+
+def cell_of(
+    fault: Fault,
+    kind: str,
+    rows: Sequence[RequestRow],
+    part: LevelRows,
+    held_true: dict[str, str],
+    recovery: float | None,
+    level_class: Any,
+) -> FaultCell:
+    ttft = distribution([row.ttft for row in rows if row.ttft is not None])
+    refusals = [
+        row.finish - row.sent
+        for row in rows
+        if row.outcome is Outcome.REFUSED and row.finish is not None and row.sent is not None
+    ]
+    refusal = distribution(refusals)
+    return FaultCell(
+        fault=fault.name,
+        kind=kind,
+        level=part.level.index,
+        outcomes=dict(Counter(how(row) for row in rows)),
+        level_class=level_class,
+        expected=list(held_true),
+        broken=[f"{statement}: {wrong}" for statement, wrong in held_true.items() if wrong],
+        recovery=recovery,
+        ttft_p99=None if ttft is None else ttft.p99.value,
+        refusal_p99=None if refusal is None else refusal.p99.value,
+    )
+
+
+def judged(fault: Fault, kind: str, rows: Sequence[RequestRow]) -> dict[str, str]:
+    """What has to hold for one class."""
+    allowed = fault.may(kind)
+    wrong = Counter(
+        how(row) for row in rows if row.outcome in (Outcome.FAILED, Outcome.REFUSED) and how(row) not in allowed
+    )
+    running = sum(row.outcome is Outcome.CENSORED for row in rows)
+    excuse = f" but for {', '.join(sorted(allowed))}" if allowed else ""
+    found = {f"nothing fails{excuse}": ", ".join(f"{count} x {name}" for name, count in wrong.items())}
+    if kind not in fault.cut:
+        found["every request ends"] = f"{running} still ran at the end" if running else ""
+    counts = [row for row in rows if row.outcome is Outcome.COMPLETED and row.tokens != row.completion_tokens]
+    found["every completed one got all its tokens"] = f"{len(counts)} did not" if counts else ""
+    return found
+
+
+def how(row: RequestRow) -> str:
+    """How it ended, in one word."""
+    if row.outcome in (Outcome.FAILED, Outcome.REFUSED):
+        return row.reason or row.code
+    return str(row.outcome)
+
+
+def line(cell: FaultCell) -> str:
+    outcomes = ", ".join(f"{name} {count}" for name, count in sorted(cell.outcomes.items()))
+    mark = "[green]holds[/green]" if not cell.broken else f"[red]broken: {'; '.join(cell.broken)}[/red]"
+    back = "" if cell.recovery is None else f", served again after {cell.recovery:.1f} s"
+    return f"{cell.fault:>15} {cell.kind:<14} {mark}: {outcomes}{back}"
