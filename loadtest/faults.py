@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
 import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 import psutil  # type: ignore[import-untyped]
@@ -18,6 +18,7 @@ from loadtest.launch import Service
 from loadtest.orders import Entry, Manner, Order
 from loadtest.records import Arrival
 
+SHARE = 0.3  # of the window, after which the fault happens
 BURST_HEIGHT = 10
 BURST_SECONDS = 2.0
 FROZEN_SECONDS = 3.0
@@ -37,12 +38,14 @@ class Scene:
     service: Service
     context: int
     at: float | None = None
+    happened: asyncio.Event = field(default_factory=asyncio.Event)
     exit_code: int | None = None
 
     async def until(self, order: Order, share: float) -> None:
         """Waits for that share of the window, which is when the fault happens."""
         await asyncio.sleep(order.window_begin + share * (order.stop - order.window_begin) - time.monotonic())
         self.at = time.monotonic()
+        self.happened.set()
 
     def engine(self) -> psutil.Process:
         """The child that holds the model."""
@@ -50,7 +53,7 @@ class Scene:
         return max(children, key=lambda child: child.memory_info().rss)
 
 
-Happening = Callable[[Scene, Order], Awaitable[None]]
+Happening = Callable[[Scene, Order], Coroutine[Any, Any, None]]
 Change = Callable[[Scene, list[Entry]], list[Entry]]
 
 
@@ -60,9 +63,6 @@ async def nothing(scene: Scene, order: Order) -> None:
 
 def unchanged(scene: Scene, entries: list[Entry]) -> list[Entry]:
     return entries
-
-
-SHARE = 0.3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,12 +84,7 @@ class Fault:
     cut: frozenset[str] = frozenset()
 
     def stage(self, scene: Scene) -> Stage:
-        return Stage(
-            change=lambda entries: self.change(scene, entries), beside=lambda order: self._beside(scene, order)
-        )
-
-    async def _beside(self, scene: Scene, order: Order) -> None:
-        await self.happen(scene, order)
+        return Stage(change=lambda entries: self.change(scene, entries), beside=lambda order: self.happen(scene, order))
 
     def may(self, kind: str) -> frozenset[str]:
         return self.allowed | self.allowed_of.get(kind, frozenset())
@@ -231,7 +226,7 @@ FAULTS = (
         recovers=None,
     ),
     Fault(name="burst", change=burst, allowed=OVERLOAD),
-    Fault(name="giant-prompt", change=giant),
+    Fault(name="giant-prompt", change=giant, recovers=20.0),
     Fault(name="cancel-storm", change=every(2, lambda index: Manner(cancel_after=1 + index % 6, kind="cancelling"))),
     Fault(name="slow-readers", change=every(3, slow_reader), cut=frozenset({"deaf"})),
     Fault(name="prefix-flip", mix="shared-prefix", change=flip),
@@ -241,13 +236,5 @@ FAULTS = (
         allowed_of={"deadline": LATE},
     ),
     Fault(name="clients-killed", happen=kill_clients),
-    Fault(name="clients-frozen", happen=freeze_clients),
+    Fault(name="clients-frozen", happen=freeze_clients, recovers=10.0),
 )
-
-
-def alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True

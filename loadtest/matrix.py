@@ -22,7 +22,7 @@ from loadtest.measure import LevelRows, distribution
 from loadtest.mix import mix_of
 from loadtest.plan import LevelPlan
 from loadtest.progress import RunProgress
-from loadtest.records import FaultCell, Fingerprint, Limits, Outcome, Phase, RequestRow, RunKind
+from loadtest.records import FaultCell, Fingerprint, LevelClass, Limits, Outcome, Phase, RequestRow, RunKind
 from loadtest.result import Result
 from loadtest.session import Record, SessionOptions, machine_of, session, until_interrupted
 from loadtest.target import TargetError, until_recovered
@@ -90,9 +90,8 @@ class Matrix:
 
     async def recovery(self, scene: Scene, driver: ServiceDriver, fault: Fault) -> float | None:
         """Seconds from the fault until a probe's first token came within the limit."""
-        while scene.at is None:
-            await asyncio.sleep(0.05)
-        if fault.recovers is None:
+        await scene.happened.wait()
+        if fault.recovers is None or scene.at is None:
             return None
         floor = self.options.limits.ttft / FIRST_TOKEN
         limit = scene.at + 2 * fault.recovers
@@ -174,11 +173,9 @@ def cells_of(
     rows: defaultdict[str, list[RequestRow]] = defaultdict(list)
     for row in part.rows:
         rows[row.kind].append(row)
-    verdict = grade([part], limits)
+    level_class = grade([part], limits).level_class
     return [
-        cell_of(
-            fault, kind, rows[kind], part, {**shared, **judged(fault, kind, rows[kind])}, recovery, verdict.level_class
-        )
+        cell_of(fault, kind, rows[kind], part, {**shared, **judged(fault, kind, rows[kind])}, recovery, level_class)
         for kind in sorted(rows)
     ]
 
@@ -190,7 +187,7 @@ def cell_of(
     part: LevelRows,
     held_true: dict[str, str],
     recovery: float | None,
-    level_class: Any,
+    level_class: LevelClass,
 ) -> FaultCell:
     ttft = distribution([row.ttft for row in rows if row.ttft is not None])
     refusals = [

@@ -38,9 +38,11 @@ async def play(
     cap: int = 10_000,
     concurrency: int | None = None,
     stamps: bool = False,
+    warm_up: float = 0.0,
     change: Callable[[Entry], Entry] = lambda entry: entry,
 ) -> LevelRows:
-    """`times`: of arrivals, in seconds. The level's window is all of it, without a warm-up."""
+    """`times`: of arrivals, in seconds. The rows' window is all of it; what the clients say
+    of themselves is of what comes after `warm_up`."""
     mix = {"short": replace(SHORT, output=tokens)}
     async with AsyncExitStack() as stack:
         service = await stack.enter_async_context(known_service(behaviour))
@@ -52,7 +54,7 @@ async def play(
             level=0,
             entries=[change(entry) for entry in entries_of(deal(times, mix, 1), begin)],
             begin=begin,
-            window_begin=begin,
+            window_begin=begin + warm_up,
             stop=begin + seconds,
             cut=begin + seconds + drain,
             cap=cap,
