@@ -42,14 +42,14 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
         self, request_iterator: AsyncIterator[generation_pb2.GenerateRequest], context: Context
     ) -> None:
         call = StreamCall(self._replica, self._intake, context, generation_pb2.GenerateResponse, multiplexed=True)
-        await call.serve(lambda: call.read(request_iterator))
+        await call.serve(request_iterator)
 
     async def GenerateStream(  # type: ignore[override]  # writes by context.write
         self, request: generation_pb2.GenerateStreamRequest, context: Context
     ) -> None:
         response = generation_pb2.GenerateStreamResponse
         call = StreamCall(self._replica, self._intake, context, response, multiplexed=False)
-        await call.serve(lambda: call.read_one(request.start))
+        await call.serve_one(request.start)
 
     async def GenerateUnary(
         self, request: generation_pb2.GenerateUnaryRequest, context: Context
@@ -114,24 +114,45 @@ class StreamCall:
             *(context.write, response, replica.config.stream), multiplexed=multiplexed, pacer=replica.streams.pacer
         )
 
-    async def serve(self, read: Callable[[], Any]) -> None:
+    async def serve(self, requests: AsyncIterator[generation_pb2.GenerateRequest]) -> None:
         """Runs until input and requests have ended. However it ends, the engine forgets its requests at once."""
-        stream = self._stream
-        self._replica.streams.add(stream)
-        tasks = [asyncio.create_task(read()), asyncio.create_task(stream.run())]
+        self._replica.streams.add(self._stream)
+        reader = asyncio.create_task(self._read(requests))
+        reader.add_done_callback(self._on_read_end)
         try:
-            failure = await self._outcome(*tasks)
+            failure = await self._write()
         finally:
             self._release()
-            for task in tasks:
-                task.cancel()
+            reader.cancel()
+        await self._end(failure)
+
+    async def serve_one(self, start: generation_pb2.StartGeneration) -> None:
+        """The same for one request. One that is refused at once needs no tasks: under overload most of them are."""
+        self._replica.streams.add(self._stream)
+        try:
+            self._start(start)
+            self._stream.close_input()
+            failure = self._last.failure if self._last is not None else None
+            if failure is None:
+                failure = await self._write()
+        finally:
+            self._release()
+        await self._end(failure)
+
+    async def _end(self, failure: Failure | None) -> None:
         attach_report(self._context, self._replica)
         if failure is not None:
             await abort_bounded(self._context, failure)
 
-    async def _outcome(self, reader: asyncio.Task[None], writer: asyncio.Task[None]) -> Failure | None:
+    async def _write(self) -> Failure | None:
+        writer = asyncio.create_task(self._stream.run())
+        try:
+            return await self._outcome(writer)
+        finally:
+            writer.cancel()
+
+    async def _outcome(self, writer: asyncio.Task[None]) -> Failure | None:
         stream = self._stream
-        reader.add_done_callback(lambda task: self._on_read_end(task))
         ends: set[asyncio.Future[Any]] = {writer, stream.failed}
         await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         if stream.failed.done():
@@ -158,7 +179,7 @@ class StreamCall:
 
     # --- actions ----------------------------------------------------------------------------------------------------
 
-    async def read(self, requests: AsyncIterator[generation_pb2.GenerateRequest]) -> None:
+    async def _read(self, requests: AsyncIterator[generation_pb2.GenerateRequest]) -> None:
         async for message in requests:
             match message.WhichOneof("action"):
                 case "start":
@@ -171,9 +192,6 @@ class StreamCall:
                     self._stream.fail(invalid("action", "is missing: set start, cancel or acknowledge"))
             if self._stream.failed.done():
                 return
-
-    async def read_one(self, start: generation_pb2.StartGeneration) -> None:
-        self._start(start)
 
     def _start(self, start: generation_pb2.StartGeneration) -> None:
         arrival = time.monotonic()

@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 
-from engine import EngineConfig, load_tokenizer
+from engine import EngineConfig, load_tokenizer, ops
 from engine.local import LocalEngineClient
-from engine.model.decoder import Decoder
 from service.config import ServiceConfig
 from service.server import Server
 
@@ -36,10 +35,10 @@ async def serving(
 
 def slow_down(monkeypatch: pytest.MonkeyPatch, seconds: float = 0.003) -> None:
     """Steps take so much longer for each layer: slow enough to be met in any state."""
-    mlp = Decoder._mlp
+    silu_mul = ops.silu_mul  # once a layer
 
-    def slow(self: Decoder, *arguments: Any) -> Any:
+    def slow(*arguments: Any, **options: Any) -> Any:
         time.sleep(seconds)
-        return mlp(self, *arguments)
+        return silu_mul(*arguments, **options)
 
-    monkeypatch.setattr(Decoder, "_mlp", slow)
+    monkeypatch.setattr(ops, "silu_mul", slow)

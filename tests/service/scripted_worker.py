@@ -1,7 +1,7 @@
 """The scripted engine in a process of its own, behind the real engine's wire: started by ProcessEngineClient.
 
 FAKE_STEP_DELAY: seconds a step. A prompt that says "raise" makes its step raise, one that says "hang" never ends its
-step, and one that says "long" makes a step of FAKE_LONG_STEP seconds that shows its progress.
+second step, and one that says "long" makes a step of FAKE_LONG_STEP seconds that shows its progress.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from engine import EngineConfig, EngineInfo, Event, EventSink, FailureKind, Gene
 from engine.pulse import Pulse
 from engine.types import CachePiece
 from engine.worker import main
-from tests.service.fake_engine import FakeEngineClient, slow_if_asked
+from tests.service.fake_engine import FakeEngineClient, FakeRequest, slow_if_asked
 
 
 class Spoken(FakeEngineClient):
@@ -88,9 +88,10 @@ class ScriptedEngine:
     def _work(self) -> None:
         time.sleep(max(0.0, self._next - time.monotonic()))
         self._next = time.monotonic() + self._pace
-        said = b"".join(self._prompts.get(live.request.request_id, b"") for live in self._fake.live)
+        said = self._said(self._fake.live)
+        begun = self._said([live for live in self._fake.live if live.usage.completion_tokens])
         try:
-            self._misbehave(said)
+            self._misbehave(said, begun)
         except RuntimeError as error:
             self.failed_steps += 1
             for live in self._fake.live:
@@ -100,10 +101,13 @@ class ScriptedEngine:
         self.failed_steps = 0
         self.pulse()
 
-    def _misbehave(self, said: bytes) -> None:
+    def _said(self, lives: list[FakeRequest]) -> bytes:
+        return b"".join(self._prompts.get(live.request.request_id, b"") for live in lives)
+
+    def _misbehave(self, said: bytes, begun: bytes) -> None:
         if b"raise" in said:
             raise RuntimeError("step failed: scripted")
-        if b"hang" in said:
+        if b"hang" in begun:
             time.sleep(3600)
         if b"long" in said:
             self._long_step(float(os.environ["FAKE_LONG_STEP"]))

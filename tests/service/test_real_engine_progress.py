@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from engine import EngineConfig, load_tokenizer
+from engine import EngineConfig, load_tokenizer, ops
 from engine.engine import Engine
 from engine.local import LocalEngineClient
 from engine.model.decoder import Decoder
@@ -22,6 +22,7 @@ from service.client import Client
 from service.config import ServiceConfig
 from service.server import Server
 from tests.model.tiny import write_tiny_model
+from tests.service.real_engine import slow_down
 from tests.service.server import until
 
 LAYERS = 6
@@ -61,13 +62,7 @@ async def serving(path: Path) -> AsyncIterator[tuple[Server, Any]]:
 async def test_step_longer_than_the_limit_is_healthy_while_layers_are_done(
     tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    mlp = Decoder._mlp
-
-    def slow(self: Decoder, *arguments: Any) -> Any:
-        time.sleep(0.5)
-        return mlp(self, *arguments)
-
-    monkeypatch.setattr(Decoder, "_mlp", slow)
+    slow_down(monkeypatch, 0.5)
     async with serving(tiny) as (server, task):
         stats = server.replica.engine.stats
         began, unhealthy = time.monotonic(), 0
@@ -82,13 +77,13 @@ async def test_step_longer_than_the_limit_is_healthy_while_layers_are_done(
 
 
 async def test_step_that_hangs_inside_a_layer_is_no_health(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    mlp, go_on = Decoder._mlp, threading.Event()
+    silu_mul, go_on = ops.silu_mul, threading.Event()
 
-    def hanging(self: Decoder, *arguments: Any) -> Any:
+    def hanging(*arguments: Any, **options: Any) -> Any:
         go_on.wait(30)
-        return mlp(self, *arguments)
+        return silu_mul(*arguments, **options)
 
-    monkeypatch.setattr(Decoder, "_mlp", hanging)
+    monkeypatch.setattr(ops, "silu_mul", hanging)
     async with serving(tiny) as (server, task):
         await until(lambda: not server.replica.ready)
         assert server.replica.alive
