@@ -65,12 +65,16 @@ class Admission:
                 return engine_died(self._replica.info.instance_id, self._replica.problem)
 
     def _full(self) -> Failure | None:
-        """`live` counts the request that asks. More than running and queue can hold is refused without a step."""
-        info, live = self._replica.info, len(self._replica.live)
-        if live <= info.max_num_seqs + info.max_queued_requests:
-            return None
-        problem = f"{live - 1} requests are live; {info.max_num_seqs} may run and {info.max_queued_requests} wait"
-        return queue_full(problem, self.retry_after())
+        """Refuses without a step, which may take longer than a client should wait for a no. `live` counts the request
+        that asks; the engine's queue is as its newest frame has it."""
+        info, live, queued = self._replica.info, len(self._replica.live), self._replica.engine.stats.queued_requests
+        if live > info.max_num_seqs + info.max_queued_requests:
+            problem = f"{live - 1} requests are live; {info.max_num_seqs} may run and {info.max_queued_requests} wait"
+            return queue_full(problem, self.retry_after())
+        if queued >= info.max_queued_requests:
+            problem = f"{queued} requests wait; at most {info.max_queued_requests} may"
+            return queue_full(problem, self.retry_after())
+        return None
 
     def _queue_without_room(self, prompt_tokens: int) -> Failure | None:
         info, stats = self._replica.info, self._replica.engine.stats

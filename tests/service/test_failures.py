@@ -68,8 +68,21 @@ async def test_queue_full_of_the_engine_has_its_own_retry_time() -> None:
         stream = Stream(served)
         await stream.send(start_message(request_id="hold"))
         await until(lambda: served.engine.live_requests == 1)
+        served.engine.stats_overrides = {"queued_requests": 0}  # as its last frame had it
         status = await refusal(served, start())
         assert (status.reason, status.retry_seconds, status.pushback_ms) == ("QUEUE_FULL", 0.25, 250)
+        stream.call.cancel()
+
+
+async def test_full_queue_of_the_engine_refuses_without_asking_it() -> None:
+    """Also while few run, as where the KV pool is what is full."""
+    async with running(FakeEngineClient(max_num_seqs=8, max_queued_requests=1)) as served:
+        served.engine.hold = True
+        stream = Stream(served)
+        await stream.send(start_message(request_id="hold"))
+        await until(lambda: served.engine.live_requests == 1)
+        assert (await refusal(served, start())).reason == "QUEUE_FULL"
+        assert len(served.engine.submitted) == 1
         stream.call.cancel()
 
 
