@@ -33,14 +33,15 @@ def paged_attention(
     scale: float,
     workspace: Tensor | None = None,
     planned: bool = False,
+    fixed: bool = False,
     pdl: bool = False,
 ) -> None:
     """Causal attention over the paged pool.
 
     out, query [T, Hq, D]; kv_pool [num_blocks, layers, 2, Hkv, block_size, D]; block_tables [S, B]; query_start
     [S + 1]; context_lens [S]. CUDA only: workspace uint8, from `paged_attention_workspace_bytes`; planned:
-    `plan_attention` has run for these context_lens (decode, that is max_query_len 1), or `plan_prefill` for these and
-    this query_start.
+    `plan_attention` has run for these context_lens and as `fixed` says (decode, that is max_query_len 1), or
+    `plan_prefill` for these and this query_start.
     """
     _runtime.paged_attention(
         out,
@@ -55,13 +56,16 @@ def paged_attention(
         workspace,
         _stream(query),
         planned,
+        fixed,
         pdl,
     )
 
 
-def paged_attention_workspace_bytes(max_seqs: int, q_heads: int, kv_heads: int, head_dim: int) -> int:
+def paged_attention_workspace_bytes(
+    max_seqs: int, q_heads: int, kv_heads: int, head_dim: int, fixed: bool = False
+) -> int:
     """Bytes of zeroed device workspace that serve any batch of up to `max_seqs` sequences."""
-    return _runtime.paged_attention_workspace_bytes(max_seqs, q_heads, kv_heads, head_dim)
+    return _runtime.paged_attention_workspace_bytes(max_seqs, q_heads, kv_heads, head_dim, fixed)
 
 
 def write_kv(
@@ -126,13 +130,14 @@ def plan_attention(
     workspace: Tensor,
     *,
     least_tokens: int = 0,
+    fixed: bool = False,
     pdl: bool = False,
 ) -> None:
     """Shares a decode batch's attention out over the GPU, for all layers of the step: run it when context_lens [S] is
     final, then call `paged_attention(..., planned=True)` with the same workspace. least_tokens: of a context that a
-    thread block reads on its own; 0 lets the device choose."""
+    thread block reads on its own; 0 lets the device choose. fixed: a sequence's bits depend on itself alone."""
     _runtime.plan_attention(
-        context_lens, q_heads, kv_heads, head_dim, workspace, _stream(context_lens), least_tokens, pdl
+        context_lens, q_heads, kv_heads, head_dim, workspace, _stream(context_lens), least_tokens, fixed, pdl
     )
 
 
@@ -167,6 +172,7 @@ def decode_attention(
     k_norm: Tensor | None = None,
     norm_eps: float = 0.0,
     planned: bool = False,
+    fixed: bool = False,
     pdl: bool = False,
 ) -> None:
     """`write_kv` and `paged_attention` of a decode step in one kernel; CUDA only, the whole head rotates.
@@ -190,6 +196,7 @@ def decode_attention(
         norm_eps,
         _stream(qkv),
         planned,
+        fixed,
         pdl,
     )
 
@@ -252,14 +259,17 @@ def sample(
     positions: Tensor | None = None,
     newest: Tensor | None = None,
     targets: Tensor | None = None,
+    best: Tensor | None = None,
     workspace: Tensor | None = None,
     pdl: bool = False,
 ) -> None:
     """tokens [n] of logits [n, vocabulary], each row by its own parameters; cuda/include/octavo/sample.h defines every
     draw to the bit, the same on the CPU and the GPU. -1: a row that is not finite.
 
-    temperature, top_p, min_p [n] fp32; top_k, positions [n]; seeds, targets [n] int64. Without temperature all rows are
-    greedy. newest[targets[r]] also gets the token. workspace: uint8, CUDA only, from `sample_workspace_bytes`.
+    temperature, top_p, min_p [n] fp32; top_k, positions [n]; seeds, targets [n] int64. Without temperature all rows
+    are greedy. newest[targets[r]] also gets the token. best [n] int64, CUDA only: what `ops_decode.head` found of the
+    same logits, which greedy rows then do not read; zero again afterwards. workspace: uint8, CUDA only, from
+    `sample_workspace_bytes`.
     """
     _runtime.sample(
         tokens,
@@ -272,6 +282,7 @@ def sample(
         positions,
         newest,
         targets,
+        best,
         workspace,
         _stream(logits),
         pdl,

@@ -64,6 +64,66 @@ def start(stream: ResidualStream, x: Tensor, norm_weight: Tensor, *, pdl: bool =
     _runtime.decode_start(stream.residual, stream.scaled, stream.square_sums, x, norm_weight, _stream(x), pdl)
 
 
+def begin(
+    stream: ResidualStream,
+    table: Tensor,
+    token_ids: Tensor,
+    norm_weight: Tensor,
+    context_lens: Tensor,
+    q_heads: int,
+    kv_heads: int,
+    head_dim: int,
+    workspace: Tensor,
+    *,
+    sources: Tensor | None = None,
+    newest: Tensor | None = None,
+    fixed: bool = False,
+    pdl: bool = False,
+) -> None:
+    """`ops.embed`, `start` and `ops.plan_attention` of a decode step in one kernel: its first."""
+    _runtime.decode_begin(
+        stream.residual,
+        stream.scaled,
+        stream.square_sums,
+        table,
+        token_ids,
+        sources,
+        newest,
+        norm_weight,
+        context_lens,
+        q_heads,
+        kv_heads,
+        head_dim,
+        workspace,
+        fixed,
+        _stream(table),
+        pdl,
+    )
+
+
+def head_finds_best(out_features: int, in_features: int, dtype: torch.dtype) -> bool:
+    """Whether `head` serves the shape on the current GPU."""
+    return dtype in _DTYPES and _runtime.decode_head_finds_best(out_features, in_features, MAX_BATCH, _DTYPES[dtype])
+
+
+def head(
+    logits: Tensor,
+    stream: ResidualStream,
+    weight: Tensor,
+    eps: float,
+    *,
+    best: Tensor,
+    wanted: Tensor,
+    vocab_size: int,
+    pdl: bool = False,
+) -> None:
+    """`norm_linear` for logits [B, N] fp32, which are stored only for rows with `wanted` [B] int32. best [B] int64,
+    zero before, is what `ops.sample` needs to know of the first vocab_size logits of greedy rows."""
+    _runtime.decode_head(
+        logits, stream.scaled, stream.square_sums, weight, eps, best, wanted, vocab_size, _stream(logits), pdl
+    )
+
+
 def norm_linear(
     out: Tensor, stream: ResidualStream, weight: Tensor, eps: float, *, portable: bool = False, pdl: bool = False
 ) -> None:

@@ -95,11 +95,13 @@ struct Bench {
   uint16_t *query, *out;
   char* workspace;
   size_t workspace_bytes;
+  size_t pool_bytes;
   cudaStream_t stream;
 
   void run_layer(const Batch& batch, const DecodeGrid& grid, int set, int layer) const {
     const int group = heads.query / heads.kv, count = static_cast<int>(batch.lengths.size());
-    const KvPool shape{pool, DType::kBFloat16, 0, batch.layers, heads.kv, 16, heads.dim};
+    KvPool shape{pool, DType::kBFloat16, 0, batch.layers, heads.kv, 16, heads.dim};
+    shape.num_blocks = static_cast<int64_t>(pool_bytes / (2 * shape.block_stride()));
     const DecodeWorkspace layout(grid, count, heads.kv, group, heads.dim);
     Decode args{};
     args.out = out;
@@ -108,6 +110,8 @@ struct Bench {
     args.pool = pool + layer * shape.layer_stride();
     args.block_stride = shape.block_stride();
     args.value_offset = shape.kv_stride();
+    args.block_tiles = 2 * batch.layers * heads.kv;
+    args.reads_early = true;
     args.block_tables = batch.tables + size_t(set) * count * batch.max_blocks;
     args.max_blocks = batch.max_blocks;
     args.plan = reinterpret_cast<const Split*>(workspace + layout.plan);
@@ -120,8 +124,8 @@ struct Bench {
     args.kv_heads = heads.kv;
     args.group = group;
     const Launch launch{stream, true};
-    if (heads.dim == 128) DecodeKernels<128>::launch(DType::kBFloat16, grid, args, launch);
-    if (heads.dim == 64) DecodeKernels<64>::launch(DType::kBFloat16, grid, args, launch);
+    if (heads.dim == 128) DecodeKernels<128>::launch(shape, grid, args, launch);
+    if (heads.dim == 64) DecodeKernels<64>::launch(shape, grid, args, launch);
   }
 
   // Microseconds a layer.
@@ -135,6 +139,7 @@ struct Bench {
                        heads.kv,
                        heads.dim,
                        least_tokens,
+                       false,
                        workspace,
                        workspace_bytes,
                        {stream, false}});
@@ -171,7 +176,7 @@ int resident(const Heads& heads, int cluster) {
 void sweep(const Bench& bench, const std::string& cell, size_t pool_bytes) {
   const Batch batch = make_batch(bench.heads, cell, pool_bytes);
   const int count = static_cast<int>(batch.lengths.size()), pairs = count * bench.heads.kv;
-  const DecodeGrid chosen = decode_grid(count, bench.heads.kv, bench.heads.dim);
+  const DecodeGrid chosen = decode_grid(count, bench.heads.kv, bench.heads.dim, false);
   std::printf("%d/%d/%d %-8s floor %6.2f us; cluster of %d chosen: %6.2f", bench.heads.query, bench.heads.kv,
               bench.heads.dim, cell.c_str(), batch.kv_bytes / 4.23e6, chosen.cluster, bench.time(batch, chosen, 0));
   for (const int cluster : {8, 4, 2, 1}) {
@@ -212,6 +217,7 @@ int main(int argc, char** argv) {
               device_array<uint16_t>(1 << 22),
               device_array<char>(64 << 20),
               64 << 20,
+              kPoolBytes,
               nullptr};
   check(cudaStreamCreateWithFlags(&bench.stream, cudaStreamNonBlocking), "stream");
   fill<<<2048, 512>>>(bench.pool, kPoolBytes / 2);

@@ -1,10 +1,14 @@
 // Decode attention: one query token a sequence, over the paged pool. Floor: context * 2 * kv_heads * head_dim elements.
 //
-// KV goes from global memory straight into mma fragments, past shared memory. A dot product does not care in which
-// order its terms are summed, so a lane loads 16 contiguous bytes of a key row and calls them its share of the k axis;
-// the query is read in the same order. Keys are the A operand (16 tokens), the group's queries the B operand (8
-// columns); then values, transposed in registers, are A and the probabilities B. So all query heads of a group share
-// each load.
+// A dot product does not care in which order its terms are summed, so a lane loads 16 contiguous bytes of a key row and
+// calls them its share of the k axis; the query is read in the same order. Keys are the A operand (16 tokens), the
+// group's queries the B operand (8 columns); then values, transposed in registers, are A and the probabilities B. So
+// all query heads of a group share each load.
+//
+// KV lands in shared memory, so that no registers are held by what is on its way. From sm_90 on bulk tensor copies
+// bring it, a KV block of one head each: loads into registers, and cp.async, need L1 for what is on its way, and the
+// decode matmuls before and after this kernel leave 28 KB of it, which costs a third of the bandwidth. Elsewhere, and
+// for odd head_dims, it is cp.async. Either way a lane reads 16 bytes at a time without bank conflicts.
 //
 // A warp owns every n-th step of 32 tokens with its own running maximum, sum and output: no barrier in the loop. Warps
 // merge in shared memory, the blocks of a cluster through distributed shared memory (sm_90), and splits of a long
@@ -25,6 +29,7 @@
 #include "gpu/element.cuh"
 #include "gpu/launch.cuh"
 #include "gpu/ptx.cuh"
+#include "gpu/tensor_map.cuh"
 
 namespace octavo::gpu {
 
@@ -42,51 +47,100 @@ struct SharedRow {
     return 8 * kLanes * kWide + 2 * (kRest * lane + word - 4 * kWide);
   }
 
-  template <class T>
-  static __device__ __forceinline__ void load(uint32_t (&w)[kWords], const T* row, int lane) {
-#pragma unroll
-    for (int i = 0; i < kWide; ++i) ptx::load_streaming<4>(w + 4 * i, row + element(lane, 4 * i));
-    if constexpr (kRest > 0) ptx::load_streaming<kRest>(w + 4 * kWide, row + element(lane, 4 * kWide));
+  // Where the warp's lane finds its share in shared memory, 128 * kWords bytes for all lanes: the wide pieces of all
+  // lanes, one after another, then what is left.
+  static __device__ __forceinline__ uint32_t place(uint32_t landing, int warp_lane, int piece) {
+    return landing + 512 * piece + (piece < kWide ? 16 : 4 * kRest) * warp_lane;
   }
 
-  // `row` is an address in shared memory.
-  static __device__ __forceinline__ void load_shared(uint32_t (&w)[kWords], uint32_t row, int lane) {
+  // Copies lane's share of `row` to `landing`, in the background.
+  template <class T>
+  static __device__ __forceinline__ void copy(uint32_t landing, int warp_lane, const T* row, int lane) {
 #pragma unroll
-    for (int i = 0; i < kWide; ++i) ptx::load_shared<4>(w + 4 * i, row + 2 * element(lane, 4 * i));
-    if constexpr (kRest > 0) ptx::load_shared<kRest>(w + 4 * kWide, row + 2 * element(lane, 4 * kWide));
+    for (int i = 0; i < kWide; ++i) ptx::copy_async<4>(place(landing, warp_lane, i), row + element(lane, 4 * i));
+    if constexpr (kRest > 0) ptx::copy_async<kRest>(place(landing, warp_lane, kWide), row + element(lane, 4 * kWide));
   }
 };
 
-// One KV block of one head as fragments. g = lane / 4 and c = lane % 4, as in the mma layouts.
-template <class T, int kDim>
-struct Tile {
+// Where a lane finds its share of one KV block of one head in shared memory. g = lane / 4 and c = lane % 4, as in the
+// mma layouts: keys are rows g and g + 8, values rows value_token(0..3), in pieces of 16 bytes and perhaps a rest.
+template <int kDim>
+struct TileShape {
   static constexpr int kKeyWords = kDim / 8;
   static constexpr int kValueWords = kDim / 16;
-  using KeyRow = SharedRow<4, kKeyWords>;
-  using ValueRow = SharedRow<8, kValueWords>;
+  static constexpr int kKeyPieces = (kKeyWords + 3) / 4;
+  static constexpr int kValuePieces = (kValueWords + 3) / 4;
+  static constexpr int kKeyRest = kKeyWords % 4;  // words of the last piece, if it is not a whole one
+  static constexpr int kValueRest = kValueWords % 4;
+  static constexpr int kBytes = kBlockTokens * kDim * 2;  // of the keys, and of the values
 
-  uint32_t upper[kKeyWords];       // key row g
-  uint32_t lower[kKeyWords];       // key row g + 8
-  uint32_t value[4][kValueWords];  // value rows value_token(c, 0..3)
+  uint32_t keys, values;  // where they land
+  int lane;
 
-  static __device__ __forceinline__ int value_token(int c, int i) { return 2 * c + i % 2 + 8 * (i / 2); }
+  __device__ __forceinline__ int g() const { return lane / 4; }
+  __device__ __forceinline__ int c() const { return lane % 4; }
+  __device__ __forceinline__ int value_token(int i) const { return 2 * c() + i % 2 + 8 * (i / 2); }
+};
 
-  __device__ __forceinline__ void load_keys(const T* keys, int g, int c) {
-    KeyRow::load(upper, keys + g * kDim, c);
-    KeyRow::load(lower, keys + (g + 8) * kDim, c);
+// As the lanes copy it: a lane's own, piece after piece.
+template <int kDim>
+struct LaneTile : TileShape<kDim> {
+  using Shape = TileShape<kDim>;
+  using KeyRow = SharedRow<4, Shape::kKeyWords>;
+  using ValueRow = SharedRow<8, Shape::kValueWords>;
+  static constexpr bool kTensorCopies = false;
+
+  static __device__ __forceinline__ int key_element(int c, int piece) { return KeyRow::element(c, 4 * piece); }
+  static __device__ __forceinline__ int value_element(int g, int word) { return ValueRow::element(g, word); }
+  __device__ __forceinline__ uint32_t key(int half, int piece) const {
+    return KeyRow::place(this->keys + half * 128 * Shape::kKeyWords, this->lane, piece);
   }
-  __device__ __forceinline__ void load_values(const T* values, int g, int c) {
+  __device__ __forceinline__ uint32_t value(int i, int piece) const {
+    return ValueRow::place(this->values + i * 128 * Shape::kValueWords, this->lane, piece);
+  }
+
+  template <class T>
+  __device__ __forceinline__ void copy_keys(const T* from) const {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) ValueRow::load(value[i], values + value_token(c, i) * kDim, g);
+    for (int half = 0; half < 2; ++half) {
+      KeyRow::copy(this->keys + half * 128 * Shape::kKeyWords, this->lane, from + (this->g() + 8 * half) * kDim,
+                   this->c());
+    }
   }
-  // Puts one token's key and value, rows in shared memory, in their places.
-  __device__ __forceinline__ void place(uint32_t key_row, uint32_t value_row, int token, int g, int c) {
-    if (g == token) KeyRow::load_shared(upper, key_row, c);
-    if (g + 8 == token) KeyRow::load_shared(lower, key_row, c);
+  template <class T>
+  __device__ __forceinline__ void copy_values(const T* from) const {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      if (value_token(c, i) == token) ValueRow::load_shared(value[i], value_row, g);
+      ValueRow::copy(this->values + i * 128 * Shape::kValueWords, this->lane, from + this->value_token(i) * kDim,
+                     this->g());
     }
+  }
+};
+
+// As tensor copies bring it: lines of 64 elements, all tokens' first lines, then their second ones. The 16-byte pieces
+// of a line are permuted by the token modulo 8.
+template <int kDim>
+struct LineTile : TileShape<kDim> {
+  using Shape = TileShape<kDim>;
+  static constexpr bool kTensorCopies = true;
+  static constexpr int kLines = kDim / 64;
+
+  static __device__ __forceinline__ int key_element(int c, int piece) {
+    return 64 * (piece / 2) + 16 * c + 8 * (piece % 2);
+  }
+  static __device__ __forceinline__ int value_element(int g, int word) {
+    return 64 * (word / 4) + 8 * g + 2 * (word % 4);
+  }
+  __device__ __forceinline__ uint32_t key(int half, int piece) const {
+    return place(this->keys, this->g() + 8 * half, piece / 2, 2 * this->c() + piece % 2);
+  }
+  __device__ __forceinline__ uint32_t value(int i, int piece) const {
+    return place(this->values, this->value_token(i), piece, this->g());
+  }
+
+ private:
+  static __device__ __forceinline__ uint32_t place(uint32_t at, int token, int line, int piece) {
+    return at + (line * kBlockTokens + token) * 128 + (piece ^ token % 8) * 16;
   }
 };
 
@@ -122,30 +176,51 @@ __device__ __forceinline__ Merged merge(const Stats& stats, const Out& out) {
   return merged;
 }
 
-template <class T, int kDim, int kWarps, int kCluster>
+// The kernel's dynamic shared memory.
+template <class T, class Kv, int kDim, int kWarps, int kCluster>
 struct DecodeShared {
-  static constexpr int kQueryPitch = (kDim <= 96 ? 48 : 80) * 2;  // elements; 16 banks on from row to row
-  alignas(16) float out[kWarps][kMaxGroup][kDim + 8];
+  static constexpr int kQueryPitch = kDim % 64 == 0 ? kDim + 8 : 96;  // elements
+  // Steps whose keys may be on their way at once. A warp of a cluster seldom has a second one.
+  static constexpr int kKeyStages = Kv::kTensorCopies && kCluster == 1 ? 2 : 1;
+  static constexpr int kStepBytes = kStepBlocks * Kv::kBytes;  // of keys, and of values
+  static constexpr int kLandingBytes = (kKeyStages + 1) * kStepBytes;
+  // A warp's own: first what it reads, then what it has found.
+  union alignas(1024) {
+    unsigned char landing[kWarps][kLandingBytes];
+    struct {
+      float out[kMaxGroup][kDim + 8];
+      unsigned char rest[kLandingBytes - sizeof(float) * kMaxGroup * (kDim + 8)];
+    } found[kWarps];
+  };
   alignas(16) T query[kMaxGroup][kQueryPitch];
   alignas(16) T newest[2][kDim];  // the newest token's key and value
   alignas(16) float4 peer_out[kCluster > 1 ? kMaxGroup * kDim / 4 + kCluster : 1];
   float2 peer_stats[kCluster][kMaxGroup];
   float2 stats[kWarps][kMaxGroup];
-  alignas(8) uint64_t peers_done;
+  alignas(8) uint64_t landed[kWarps][kKeyStages + 1];  // barriers of a warp's keys, and of its values
+  uint64_t peers_done;
   int ticket;
 };
 
-// Thread blocks an SM must hold: what the registers of two tiles, an output and the bookkeeping allow.
-template <int kDim, int kWarps>
-constexpr int kBlocksPerMultiprocessor = (kDim <= 64 ? 16 : 8) / kWarps;
+// Registers of a thread: clusters leave room for a decode matmul of few rows beside them on a multiprocessor, single
+// blocks of short heads for three of their kind.
+template <int kDim, int kCluster>
+constexpr int kDecodeRegisters = kCluster > 1 ? 120
+                                 : kDim <= 64 ? 128
+                                              : 168;
 
-template <class T, int kDim, int kWarps, int kCluster>
+template <class T, class Kv, int kDim, int kWarps, int kCluster>
 class DecodeBlock {
  public:
-  using Shared = DecodeShared<T, kDim, kWarps, kCluster>;
+  using Shared = DecodeShared<T, Kv, kDim, kWarps, kCluster>;
 
-  __device__ __forceinline__ DecodeBlock(const Decode& args, Shared& shared)
-      : args_(args), shared_(shared), thread_(threadIdx.x), lane_(threadIdx.x % 32), warp_(threadIdx.x / 32) {
+  __device__ __forceinline__ DecodeBlock(const Decode& args, const CUtensorMap& tiles, Shared& shared)
+      : args_(args),
+        tiles_(tiles),
+        shared_(shared),
+        thread_(threadIdx.x),
+        lane_(threadIdx.x % 32),
+        warp_(threadIdx.x / 32) {
 #if __CUDA_ARCH__ >= 900
     if constexpr (kCluster > 1) rank_ = ptx::cluster_rank();
 #endif
@@ -157,12 +232,16 @@ class DecodeBlock {
       ptx::wait_for_previous_kernel();
     } else {
       open_cluster();
+      open_landing();
       clear_unused_queries();
       attend(split, true);
       while (kCluster == 1 && split.next >= 0) {
         const int empties = split.empties;
         split = load_split(split.next);
         split.empties = empties;
+#if __CUDA_ARCH__ >= 900
+        if constexpr (Kv::kTensorCopies) ptx::publish_shared_stores();
+#endif
         __syncthreads();  // shared memory is still being read for the previous split
         attend(split, false);
       }
@@ -173,10 +252,10 @@ class DecodeBlock {
  private:
   static constexpr int kThreads = kWarps * 32;
   static constexpr int kRowFours = kDim / 4;  // float4s of one head's output
-  using Fragments = Tile<T, kDim>;
-  static constexpr int kKeyWords = Fragments::kKeyWords;
-  static constexpr int kValueWords = Fragments::kValueWords;
+  static constexpr int kKeyWords = Kv::kKeyWords;
+  static constexpr int kValueWords = Kv::kValueWords;
   static constexpr int kStepsPerTable = 32 / kStepBlocks;
+  static constexpr int kKeyStages = Shared::kKeyStages;
 
   __device__ __forceinline__ int g() const { return lane_ / 4; }
   __device__ __forceinline__ int c() const { return lane_ % 4; }
@@ -199,6 +278,20 @@ class DecodeBlock {
       uint4* row = static_cast<uint4*>(args_.out) + static_cast<int64_t>(args_.empties[i]) * pieces;
       for (int piece = thread_; piece < pieces; piece += kThreads) row[piece] = make_uint4(0, 0, 0, 0);
     }
+  }
+
+  __device__ __forceinline__ void open_landing() {
+#if __CUDA_ARCH__ >= 900
+    if constexpr (Kv::kTensorCopies) {
+      if (lane_ == 0) {
+        asm volatile("prefetch.tensormap [%0];" ::"l"(&tiles_) : "memory");
+        for (int i = 0; i <= kKeyStages; ++i) ptx::init_barrier(landed(i), 1);
+        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+        asm volatile("fence.proxy.async;" ::: "memory");  // earlier steps wrote KV with ordinary stores
+      }
+      __syncwarp();
+    }
+#endif
   }
 
   // Every block of the cluster must have started, and set its barrier, before another stores into it.
@@ -253,51 +346,85 @@ class DecodeBlock {
     *reinterpret_cast<uint32_t*>(row + kDim / 2 + 2 * lane_) = pair.second;
   }
 
+  // What this warp's first row needs beside the projection: weights, which need not be waited for.
+  struct RowWeights {
+    Pair bias, norm;
+    float2 cosine = {1.0f, 1.0f}, sine = {0.0f, 0.0f};
+  };
+
+  // Rows of a split: its query heads, then the newest key and the newest value.
+  __device__ __forceinline__ int head_of_row(const Split& split, int row) const {
+    return row < args_.group ? split.kv_head * args_.group + row
+                             : args_.q_heads + split.kv_head + (row == args_.group ? 0 : args_.kv_heads);
+  }
+
+  __device__ __forceinline__ RowWeights row_weights(const Split& split, int row) const {
+    RowWeights weights;
+    if (!args_.writes) return weights;
+    if (args_.bias != nullptr) {
+      weights.bias = load_pair(static_cast<const T*>(args_.bias) + head_of_row(split, row) * kDim);
+    }
+    if (row > args_.group) return weights;  // values are neither normed nor turned
+    const auto* norm = static_cast<const T*>(row < args_.group ? args_.q_norm_weight : args_.k_norm_weight);
+    if (norm != nullptr) weights.norm = load_pair(norm);
+    if (has_pair()) {
+      const float2* angles =
+          reinterpret_cast<const float2*>(args_.cos_sin + static_cast<int64_t>(split.length - 1) * kDim);
+      weights.cosine = __ldg(angles + lane_);
+      weights.sine = __ldg(angles + kDim / 4 + lane_);
+    }
+    return weights;
+  }
+
   // Bias, then RMSNorm over the head, then rotation, in fp32.
-  __device__ __forceinline__ Pair turned(const Pair& raw, const Pair& bias, const T* norm_weight, float2 cosine,
-                                         float2 sine) const {
+  __device__ __forceinline__ Pair turned(const Pair& raw, const RowWeights& weights, bool norms) const {
     using E = Element<T>;
-    float x0 = E::low(raw.first) + E::low(bias.first), x1 = E::high(raw.first) + E::high(bias.first);
-    float y0 = E::low(raw.second) + E::low(bias.second), y1 = E::high(raw.second) + E::high(bias.second);
-    if (norm_weight != nullptr) {
+    const float2 cosine = weights.cosine, sine = weights.sine;
+    float x0 = E::low(raw.first) + E::low(weights.bias.first), x1 = E::high(raw.first) + E::high(weights.bias.first);
+    float y0 = E::low(raw.second) + E::low(weights.bias.second);
+    float y1 = E::high(raw.second) + E::high(weights.bias.second);
+    if (norms) {
       float squares = x0 * x0 + x1 * x1 + y0 * y0 + y1 * y1;
 #pragma unroll
       for (int lanes = 16; lanes > 0; lanes /= 2) squares += __shfl_xor_sync(kAllLanes, squares, lanes);
       const float scale = rsqrtf(squares * (1.0f / kDim) + args_.norm_eps);
-      const Pair weight = load_pair(norm_weight);
-      x0 *= scale * E::low(weight.first);
-      x1 *= scale * E::high(weight.first);
-      y0 *= scale * E::low(weight.second);
-      y1 *= scale * E::high(weight.second);
+      x0 *= scale * E::low(weights.norm.first);
+      x1 *= scale * E::high(weights.norm.first);
+      y0 *= scale * E::low(weights.norm.second);
+      y1 *= scale * E::high(weights.norm.second);
     }
     return {E::pack(x0 * cosine.x - y0 * sine.x, x1 * cosine.y - y1 * sine.y),
             E::pack(y0 * cosine.x + x0 * sine.x, y1 * cosine.y + x1 * sine.y)};
   }
 
-  // Queries, and in one block the newest key and value, into shared memory: a warp a row.
-  __device__ __forceinline__ void load_rows(const Split& split, T* newest_key, float2 cosine, float2 sine) {
-    const int rows = args_.group + (owns_newest(split) ? 2 : 0);
-    for (int row = warp_; row < rows; row += kWarps) {
+  __device__ __forceinline__ int rows_of(const Split& split) const {
+    return args_.group + (owns_newest(split) ? 2 : 0);
+  }
+
+  __device__ __forceinline__ Pair load_raw(const Split& split, const T* newest_key, int row) const {
+    if (row >= rows_of(split)) return {};
+    if (!args_.writes && row >= args_.group) {
+      return load_pair(newest_key + (row == args_.group ? 0 : args_.value_offset));
+    }
+    return load_pair(static_cast<const T*>(args_.query) + split.seq * args_.query_stride +
+                     head_of_row(split, row) * kDim);
+  }
+
+  // Queries, and in one block the newest key and value, into shared memory: a warp a row. `weights` and `raw` are of
+  // the warp's first.
+  __device__ __forceinline__ void load_rows(const Split& split, T* newest_key, RowWeights weights, Pair raw) {
+    for (int row = warp_; row < rows_of(split); row += kWarps) {
       const bool is_query = row < args_.group, is_key = row == args_.group;
-      const int head =
-          is_query ? split.kv_head * args_.group + row : args_.q_heads + split.kv_head + (is_key ? 0 : args_.kv_heads);
-      T* to = is_query ? shared_.query[row] : shared_.newest[is_key ? 0 : 1];
-      T* in_pool = newest_key + (is_key ? 0 : args_.value_offset);
-      if (args_.writes) {
-        const Pair raw = load_pair(static_cast<const T*>(args_.query) + split.seq * args_.query_stride + head * kDim);
-        const T* bias_row = static_cast<const T*>(args_.bias) + head * kDim;
-        const Pair bias = args_.bias != nullptr ? load_pair(bias_row) : Pair{};
-        const auto* norm = static_cast<const T*>(is_query ? args_.q_norm_weight
-                                                 : is_key ? args_.k_norm_weight
-                                                          : nullptr);
-        const bool rotates = is_query || is_key;
-        const Pair pair = turned(raw, bias, norm, rotates ? cosine : float2{1.0f, 1.0f}, rotates ? sine : float2{});
-        store_pair(to, pair);
-        if (!is_query) store_pair(in_pool, pair);
-      } else {
-        const T* query = static_cast<const T*>(args_.query) + split.seq * args_.query_stride + head * kDim;
-        store_pair(to, load_pair(is_query ? query : in_pool));
+      if (row != warp_) {
+        raw = load_raw(split, newest_key, row);
+        weights = row_weights(split, row);
       }
+      if (args_.writes) {
+        const bool norms = (is_query ? args_.q_norm_weight : is_key ? args_.k_norm_weight : nullptr) != nullptr;
+        raw = turned(raw, weights, norms);
+        if (!is_query) store_pair(newest_key + (is_key ? 0 : args_.value_offset), raw);
+      }
+      store_pair(is_query ? shared_.query[row] : shared_.newest[is_key ? 0 : 1], raw);
     }
   }
 
@@ -318,54 +445,85 @@ class DecodeBlock {
     };
     int ids = steps > 0 ? entries(0) : 0;
     int next_ids = steps > kStepsPerTable ? entries(kStepsPerTable) : 0;
-    int64_t at[kStepBlocks];
-    const auto locate = [&](int step) {
-#pragma unroll
-      for (int u = 0; u < kStepBlocks; ++u) {
-        at[u] = __shfl_sync(kAllLanes, ids, step % kStepsPerTable * kStepBlocks + u) * args_.block_stride;
-      }
+    int table_at = 0;
+    const auto block_of = [&](int step, int u) {
+      return __shfl_sync(kAllLanes, step / kStepsPerTable == table_at ? ids : next_ids,
+                         step % kStepsPerTable * kStepBlocks + u);
     };
 
-    Fragments tile[kStepBlocks];
-    locate(0);
-    if (steps > 0) {
+    Kv tile[kStepBlocks];
+    const uint32_t landing = ptx::shared_address(shared_.landing[warp_]);
+    const auto use_keys_of = [&](int step) {
 #pragma unroll
-      for (int u = 0; u < kStepBlocks; ++u) tile[u].load_keys(keys + at[u], g(), c());
+      for (int u = 0; u < kStepBlocks; ++u) {
+        tile[u].keys = landing + (1 + key_stage(step)) * Shared::kStepBytes + u * Kv::kBytes;
+      }
+    };
 #pragma unroll
-      for (int u = 0; u < kStepBlocks; ++u) tile[u].load_values(values + at[u], g(), c());
+    for (int u = 0; u < kStepBlocks; ++u) {
+      tile[u].values = landing + u * Kv::kBytes;
+      tile[u].lane = lane_;
     }
-    // The newest token's place in the pool, and its angles.
+    const auto copy_keys = [&](int step) {
+      use_keys_of(step);
+      if (step < steps) {
+        int block[kStepBlocks];
+#pragma unroll
+        for (int u = 0; u < kStepBlocks; ++u) block[u] = block_of(step, u);
+        if constexpr (Kv::kTensorCopies) {
+          copy_tiles(tile[0].keys, block, split.kv_head, landed(1 + key_stage(step)));
+        } else {
+#pragma unroll
+          for (int u = 0; u < kStepBlocks; ++u) tile[u].copy_keys(keys + block[u] * args_.block_stride);
+        }
+      }
+      if constexpr (!Kv::kTensorCopies) ptx::commit_copies();
+    };
+    const auto copy_values = [&](int step) {
+      if (step < steps) {
+        int block[kStepBlocks];
+#pragma unroll
+        for (int u = 0; u < kStepBlocks; ++u) block[u] = block_of(step, u);
+        if constexpr (Kv::kTensorCopies) {
+          copy_tiles(tile[0].values, block, split.kv_head + args_.kv_heads, landed(0));
+        } else {
+#pragma unroll
+          for (int u = 0; u < kStepBlocks; ++u) tile[u].copy_values(values + block[u] * args_.block_stride);
+        }
+      }
+      if constexpr (!Kv::kTensorCopies) ptx::commit_copies();
+    };
+    const auto copy_first = [&] {
+      copy_keys(0);
+      copy_values(0);
+      if constexpr (kKeyStages == 2) copy_keys(1);
+    };
+    const bool early = !waits || args_.reads_early;
+    if (early) copy_first();
+    // The newest token's place in the pool.
     const int newest = split.length - 1;
     T* newest_key =
         const_cast<T*>(keys) + __ldg(table + last_block) * args_.block_stride + newest % kBlockTokens * kDim;
-    float2 cosine = {1.0f, 1.0f}, sine = {0.0f, 0.0f};
-    if (args_.writes && has_pair()) {
-      const float2* angles = reinterpret_cast<const float2*>(args_.cos_sin + static_cast<int64_t>(newest) * kDim);
-      cosine = __ldg(angles + lane_);
-      sine = __ldg(angles + kDim / 4 + lane_);
-    }
+    const RowWeights weights = row_weights(split, min(warp_, args_.group + 1));
     if (waits) ptx::wait_for_previous_kernel();
-    load_rows(split, newest_key, cosine, sine);
+    // Ahead of KV, behind which they would queue.
+    const Pair raw = load_raw(split, newest_key, warp_);
+    if (!early) copy_first();
+    load_rows(split, newest_key, weights, raw);
     __syncthreads();
 
     float out[kValueWords][4] = {};
     float max0 = -INFINITY, max1 = -INFINITY, sum0 = 0.0f, sum1 = 0.0f;  // of query heads 2c and 2c + 1
     for (int step = 0; step < steps; ++step) {
       const int at_step = first + step * kStride;
-      if (at_step == last_step) place_newest(tile, newest - at_step * kStepTokens);
+      const int newest_here = newest - at_step * kStepTokens;  // negative or small: in the last step only
+      use_keys_of(step);
+      wait_for_keys(step);
+      if (at_step == last_step) place_newest_key(tile, newest_here);
       float score[kStepBlocks][4];
       scores(score, tile);
-      const bool more = step + 1 < steps;
-      if (more) {
-        if ((step + 1) % kStepsPerTable == 0) {
-          ids = next_ids;
-          if (step + 1 + kStepsPerTable < steps) next_ids = entries(step + 1 + kStepsPerTable);
-        }
-        locate(step + 1);
-#pragma unroll
-        for (int u = 0; u < kStepBlocks; ++u) tile[u].load_keys(keys + at[u], g(), c());
-      }
-      if (at_step == last_step) mask(score, tile, split.length - at_step * kStepTokens);
+      copy_keys(step + kKeyStages);
+      if (at_step == last_step) mask(score, newest_here);
 
       float top0 = max0, top1 = max1;
 #pragma unroll
@@ -392,6 +550,8 @@ class DecodeBlock {
           out[w][3] *= fade1;
         }
       }
+      wait_for_values(step);
+      if (at_step == last_step) place_newest_value(tile, newest_here);
 #pragma unroll
       for (int u = 0; u < kStepBlocks; ++u) {
         const float p0 = ptx::exp2_fast(score[u][0] - max0), p1 = ptx::exp2_fast(score[u][1] - max1);
@@ -400,36 +560,85 @@ class DecodeBlock {
         sum1 += p1 + p3;
         add_values(out, tile[u], Element<T>::pack(p0, p1), Element<T>::pack(p2, p3));
       }
-      if (more) {
-#pragma unroll
-        for (int u = 0; u < kStepBlocks; ++u) tile[u].load_values(values + at[u], g(), c());
+      if ((step + 1) % kStepsPerTable == 0) {
+        ++table_at;
+        ids = next_ids;
+        if (step + 1 + kStepsPerTable < steps) next_ids = entries(step + 1 + kStepsPerTable);
       }
+      copy_values(step + 1);
     }
+    steps_done_ += steps;
     stage(out, max0, max1, sum0, sum1);
     __syncthreads();
     finish(split);
   }
 
+  // Starts bringing one head's keys or values of these blocks, once every lane has read what lay there.
+  __device__ __forceinline__ void copy_tiles(uint32_t to, const int (&block)[kStepBlocks], int tile_in_block,
+                                             uint32_t barrier) const {
+#if __CUDA_ARCH__ >= 900
+    __syncwarp();
+    if (lane_ != 0) return;
+    ptx::arrive_expecting(barrier, Shared::kStepBytes);
+#pragma unroll
+    for (int u = 0; u < kStepBlocks; ++u) {
+      ptx::copy_box(to + u * Kv::kBytes, &tiles_, 0, 0, 0, block[u] * args_.block_tiles + tile_in_block, barrier);
+    }
+#endif
+  }
+
+  __device__ __forceinline__ uint32_t landed(int which) const {
+    return ptx::shared_address(&shared_.landed[warp_][which]);
+  }
+  __device__ __forceinline__ int key_stage(int step) const { return (steps_done_ + step) % kKeyStages; }
+
+  __device__ __forceinline__ void wait_for_keys(int step) const {
+    if constexpr (Kv::kTensorCopies) {
+#if __CUDA_ARCH__ >= 900
+      ptx::wait_for_phase(landed(1 + key_stage(step)), (steps_done_ + step) / kKeyStages % 2);
+#endif
+    } else {
+      ptx::wait_for_copies<1>();
+    }
+  }
+
+  __device__ __forceinline__ void wait_for_values(int step) const {
+    if constexpr (Kv::kTensorCopies) {
+#if __CUDA_ARCH__ >= 900
+      ptx::wait_for_phase(landed(0), (steps_done_ + step) % 2);
+#endif
+    } else {
+      ptx::wait_for_copies<1>();
+    }
+  }
+  // A piece of a lane's share; the last one may be a rest of one or two words.
+  template <int kPieces, int kRest>
+  static __device__ __forceinline__ void load_piece(uint32_t (&w)[4], uint32_t from, int piece) {
+    if (kRest == 0 || piece + 1 < kPieces) {
+      ptx::load_shared<4>(w, from);
+    } else if constexpr (kRest > 0) {
+      ptx::load_shared<kRest>(w, from);
+    }
+  }
+
   // Scores of two KV blocks, in powers of two: rows are tokens g and g + 8, columns query heads 2c and 2c + 1.
-  __device__ __forceinline__ void scores(float (&score)[kStepBlocks][4], const Fragments (&tile)[kStepBlocks]) const {
-    using Row = typename Fragments::KeyRow;
+  __device__ __forceinline__ void scores(float (&score)[kStepBlocks][4], const Kv (&tile)[kStepBlocks]) const {
+    constexpr int kPieces = Kv::kKeyPieces, kRest = Kv::kKeyRest;
     float even[kStepBlocks][4] = {}, odd[kStepBlocks][4] = {};  // two chains of additions run side by side
     const uint32_t row = ptx::shared_address(&shared_.query[g()][0]);
 #pragma unroll
-    for (int w = 0; w < kKeyWords; w += 4) {
+    for (int piece = 0; piece < kPieces; ++piece) {
       uint32_t query[4];
-      const uint32_t from = row + 2 * Row::element(c(), w);
-      if (w + 4 <= kKeyWords) {
-        ptx::load_shared<4>(query, from);
-      } else {
-        ptx::load_shared<2>(query, from);
-      }
+      load_piece<kPieces, kRest>(query, row + 2 * Kv::key_element(c(), piece), piece);
 #pragma unroll
       for (int u = 0; u < kStepBlocks; ++u) {
-        const uint32_t* upper = tile[u].upper + w;
-        const uint32_t* lower = tile[u].lower + w;
+        uint32_t upper[4], lower[4];
+        load_piece<kPieces, kRest>(upper, tile[u].key(0, piece), piece);
+        load_piece<kPieces, kRest>(lower, tile[u].key(1, piece), piece);
         Element<T>::mma(even[u], upper[0], lower[0], upper[1], lower[1], query[0], query[1]);
-        if (w + 4 <= kKeyWords) Element<T>::mma(odd[u], upper[2], lower[2], upper[3], lower[3], query[2], query[3]);
+        if (kRest == 0 || piece + 1 < kPieces) {
+          Element<T>::mma(odd[u], upper[2], lower[2], upper[3], lower[3], query[2], query[3]);
+        }
       }
     }
 #pragma unroll
@@ -439,39 +648,80 @@ class DecodeBlock {
     }
   }
 
-  // `token` counts from the step's first.
-  __device__ __forceinline__ void place_newest(Fragments (&tile)[kStepBlocks], int token) const {
-    const uint32_t key = ptx::shared_address(shared_.newest[0]), value = ptx::shared_address(shared_.newest[1]);
+  // Puts the newest token's key, a row in shared memory, in its place. `token` counts from the step's first. Each lane
+  // writes what it reads itself.
+  __device__ __forceinline__ void place_newest_key(const Kv (&tile)[kStepBlocks], int token) const {
+    const uint32_t row = ptx::shared_address(shared_.newest[0]);
 #pragma unroll
-    for (int u = 0; u < kStepBlocks; ++u) tile[u].place(key, value, token - u * kBlockTokens, g(), c());
-  }
-
-  // Past the end of the context the pool holds anything, NaN too: scores are replaced and values zeroed.
-  __device__ __forceinline__ void mask(float (&score)[kStepBlocks][4], Fragments (&tile)[kStepBlocks],
-                                       int valid) const {
+    for (int at = 0; at < 2 * kStepBlocks; ++at) {
+      if (g() + 8 * at != token) continue;
 #pragma unroll
-    for (int u = 0; u < kStepBlocks; ++u) {
-      const int left = valid - u * kBlockTokens;
-      if (g() >= left) score[u][0] = score[u][1] = -INFINITY;
-      if (g() + 8 >= left) score[u][2] = score[u][3] = -INFINITY;
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const bool keep = Fragments::value_token(c(), i) < left;
-#pragma unroll
-        for (int w = 0; w < kValueWords; ++w) tile[u].value[i][w] = keep ? tile[u].value[i][w] : 0u;
+      for (int piece = 0; piece < Kv::kKeyPieces; ++piece) {
+        uint32_t w[4];
+        load_piece<Kv::kKeyPieces, Kv::kKeyRest>(w, row + 2 * Kv::key_element(c(), piece), piece);
+        store_piece<Kv::kKeyPieces, Kv::kKeyRest>(w, tile[at / 2].key(at % 2, piece), piece);
       }
     }
   }
 
+  // The same for its value. Past the end of the context the pool holds anything, NaN too: there values become zeros,
+  // and scores are replaced.
+  __device__ __forceinline__ void place_newest_value(const Kv (&tile)[kStepBlocks], int token) const {
+    const uint32_t row = ptx::shared_address(shared_.newest[1]);
+#pragma unroll
+    for (int u = 0; u < kStepBlocks; ++u) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int here = tile[u].value_token(i) + u * kBlockTokens;
+        if (here < token) continue;
+#pragma unroll
+        for (int piece = 0; piece < Kv::kValuePieces; ++piece) {
+          uint32_t w[4] = {};
+          if (here == token) {
+            load_piece<Kv::kValuePieces, Kv::kValueRest>(w, row + 2 * Kv::value_element(g(), 4 * piece), piece);
+          }
+          store_piece<Kv::kValuePieces, Kv::kValueRest>(w, tile[u].value(i, piece), piece);
+        }
+      }
+    }
+  }
+
+  template <int kPieces, int kRest>
+  static __device__ __forceinline__ void store_piece(const uint32_t (&w)[4], uint32_t to, int piece) {
+    if (kRest == 0 || piece + 1 < kPieces) {
+      ptx::store_shared<4>(to, w);
+    } else if constexpr (kRest > 0) {
+      ptx::store_shared<kRest>(to, w);
+    }
+  }
+
+  __device__ __forceinline__ void mask(float (&score)[kStepBlocks][4], int newest) const {
+#pragma unroll
+    for (int u = 0; u < kStepBlocks; ++u) {
+      const int last = newest - u * kBlockTokens;
+      if (g() > last) score[u][0] = score[u][1] = -INFINITY;
+      if (g() + 8 > last) score[u][2] = score[u][3] = -INFINITY;
+    }
+  }
+
   // out += V^T P. Each word of a value row holds elements 2j and 2j + 1 of the output: rows g and g + 8 of one mma.
-  __device__ __forceinline__ void add_values(float (&out)[kValueWords][4], const Fragments& tile, uint32_t upper,
+  __device__ __forceinline__ void add_values(float (&out)[kValueWords][4], const Kv& tile, uint32_t upper,
                                              uint32_t lower) const {
     const uint32_t p0 = ptx::transpose_8x8(upper), p1 = ptx::transpose_8x8(lower);
 #pragma unroll
-    for (int w = 0; w < kValueWords; ++w) {
-      const uint32_t v0 = tile.value[0][w], v1 = tile.value[1][w], v2 = tile.value[2][w], v3 = tile.value[3][w];
-      Element<T>::mma(out[w], __byte_perm(v0, v1, 0x5410), __byte_perm(v0, v1, 0x7632), __byte_perm(v2, v3, 0x5410),
-                      __byte_perm(v2, v3, 0x7632), p0, p1);
+    for (int piece = 0; piece < Kv::kValuePieces; ++piece) {
+      uint32_t v[4][4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        load_piece<Kv::kValuePieces, Kv::kValueRest>(v[i], tile.value(i, piece), piece);
+      }
+#pragma unroll
+      for (int w = 0; w < 4; ++w) {
+        if (4 * piece + w >= kValueWords) break;
+        Element<T>::mma(out[4 * piece + w], __byte_perm(v[0][w], v[1][w], 0x5410),
+                        __byte_perm(v[0][w], v[1][w], 0x7632), __byte_perm(v[2][w], v[3][w], 0x5410),
+                        __byte_perm(v[2][w], v[3][w], 0x7632), p0, p1);
+      }
     }
   }
 
@@ -488,7 +738,7 @@ class DecodeBlock {
       if (head >= args_.group) continue;
 #pragma unroll
       for (int w = 0; w < kValueWords; ++w) {
-        *reinterpret_cast<float2*>(&shared_.out[warp_][head][Fragments::ValueRow::element(g(), w)]) =
+        *reinterpret_cast<float2*>(&shared_.found[warp_].out[head][Kv::value_element(g(), w)]) =
             make_float2(out[w][b], out[w][2 + b]);
       }
       if (g() == 0) shared_.stats[warp_][head] = b == 0 ? make_float2(max0, sum0) : make_float2(max1, sum1);
@@ -498,7 +748,7 @@ class DecodeBlock {
   __device__ __forceinline__ Merged merge_warps(int four) const {
     const int head = four / kRowFours, element = four % kRowFours * 4;
     return merge<kWarps>([&](int w) { return shared_.stats[w][head]; },
-                         [&](int w) { return *reinterpret_cast<const float4*>(&shared_.out[w][head][element]); });
+                         [&](int w) { return *reinterpret_cast<const float4*>(&shared_.found[w].out[head][element]); });
   }
 
   __device__ __forceinline__ void finish(const Split& split) {
@@ -606,50 +856,107 @@ class DecodeBlock {
   }
 
   const Decode& args_;
+  const CUtensorMap& tiles_;
   Shared& shared_;
   const int thread_, lane_, warp_;
   int rank_ = 0;
+  int steps_done_ = 0;  // of this warp, in earlier splits
 };
 
-template <class T, int kDim, int kWarps, int kCluster>
-__global__ void __launch_bounds__(kWarps * 32, kBlocksPerMultiprocessor<kDim, kWarps>)
-    decode_kernel(const __grid_constant__ Decode args) {
-  __shared__ DecodeShared<T, kDim, kWarps, kCluster> shared;
+template <class T, class Kv, int kDim, int kWarps, int kCluster>
+__global__ void __maxnreg__((kDecodeRegisters<kDim, kCluster>))
+    decode_kernel(const __grid_constant__ Decode args, const __grid_constant__ CUtensorMap tiles) {
+  extern __shared__ __align__(1024) unsigned char memory[];
+  using Shared = DecodeShared<T, Kv, kDim, kWarps, kCluster>;
   ptx::let_next_kernel_start();
-  DecodeBlock<T, kDim, kWarps, kCluster>(args, shared).run();
+  DecodeBlock<T, Kv, kDim, kWarps, kCluster>(args, tiles, *reinterpret_cast<Shared*>(memory)).run();
 }
 
-// Single blocks: four warps at head_dim 64, where an SM holds four of them, else eight. Clusters: eight.
-template <class T, int kDim>
-auto decode_kernel_of(int cluster) -> void (*)(Decode) {
-  switch (cluster) {
-    case 2:
-      return decode_kernel<T, kDim, 8, 2>;
-    case 4:
-      return decode_kernel<T, kDim, 8, 4>;
-    case 8:
-      return decode_kernel<T, kDim, 8, 8>;
-    default:
-      return decode_kernel<T, kDim, DecodeKernels<kDim>::kSingleWarps, 1>;
-  }
+// One kernel and the shared memory it asks for.
+struct DecodeKernel {
+  void (*function)(Decode, CUtensorMap);
+  size_t shared_bytes;
+};
+
+template <class T, class Kv, int kDim, int kWarps, int kCluster>
+DecodeKernel prepared_decode_kernel() {
+  constexpr auto kFunction = decode_kernel<T, Kv, kDim, kWarps, kCluster>;
+  constexpr size_t kBytes = sizeof(DecodeShared<T, Kv, kDim, kWarps, kCluster>);
+  allow_shared_bytes<kFunction>(kBytes, Kv::kTensorCopies);
+  return {kFunction, kBytes};
 }
 
 template <int kDim>
-void DecodeKernels<kDim>::launch(DType dtype, const DecodeGrid& grid, const Decode& args, const Launch& launch) {
-  with_element(dtype, [&]<class T>(T) {
-    launch_kernel("paged_attention", decode_kernel_of<T, kDim>(grid.cluster),
-                  {.grid = dim3(grid.clusters * grid.cluster), .block = dim3(grid.warps * 32), .cluster = grid.cluster},
-                  launch, args);
+bool has_tensor_copies() {
+  if constexpr (kDim % 64 == 0) {
+    const Device& device = current_device();
+    return device.capability >= 90 &&
+           sizeof(DecodeShared<__nv_bfloat16, LineTile<kDim>, kDim, 8, 1>) <= device.shared_bytes;
+  }
+  return false;
+}
+
+// Clusters have eight warps a thread block; single blocks eight, or four where more does not fit.
+template <class T, int kDim>
+DecodeKernel decode_kernel_of(int cluster, int warps) {
+  if constexpr (kDim % 64 == 0) {
+    if (has_tensor_copies<kDim>()) {
+      using Kv = LineTile<kDim>;
+      if (cluster == 1 && warps == 4) return prepared_decode_kernel<T, Kv, kDim, 4, 1>();
+      return cluster == 8   ? prepared_decode_kernel<T, Kv, kDim, 8, 8>()
+             : cluster == 4 ? prepared_decode_kernel<T, Kv, kDim, 8, 4>()
+             : cluster == 2 ? prepared_decode_kernel<T, Kv, kDim, 8, 2>()
+                            : prepared_decode_kernel<T, Kv, kDim, 8, 1>();
+    }
+  } else if (cluster > 1) {
+    using Kv = LaneTile<kDim>;
+    return cluster == 8   ? prepared_decode_kernel<T, Kv, kDim, 8, 8>()
+           : cluster == 4 ? prepared_decode_kernel<T, Kv, kDim, 8, 4>()
+                          : prepared_decode_kernel<T, Kv, kDim, 8, 2>();
+  }
+  using Kv = LaneTile<kDim>;
+  return warps == 8 ? prepared_decode_kernel<T, Kv, kDim, 8, 1>() : prepared_decode_kernel<T, Kv, kDim, 4, 1>();
+}
+
+// Boxes of one KV block of one head.
+template <int kDim>
+CUtensorMap tile_map(const KvPool& pool, const Decode& args) {
+  if constexpr (kDim % 64 == 0) {
+    constexpr cuuint64_t kTileBytes = TileShape<kDim>::kBytes;
+    const auto tiles = static_cast<cuuint64_t>((pool.num_blocks - 1) * args.block_tiles + 2 * pool.kv_heads);
+    return swizzled_map<4>(args.pool, pool.dtype, {64, kBlockTokens, kDim / 64, tiles}, {2 * kDim, 128, kTileBytes},
+                           {64, kBlockTokens, kDim / 64, 1});
+  }
+  return {};
+}
+
+template <int kDim>
+int DecodeKernels<kDim>::single_warps() {
+  constexpr size_t kWanted = sizeof(DecodeShared<__nv_bfloat16, LaneTile<kDim>, kDim, 8, 1>);
+  return kDim > 64 && (has_tensor_copies<kDim>() || kWanted <= current_device().shared_bytes) ? 8 : 4;
+}
+
+template <int kDim>
+void DecodeKernels<kDim>::launch(const KvPool& pool, const DecodeGrid& grid, const Decode& args, const Launch& launch) {
+  with_element(pool.dtype, [&]<class T>(T) {
+    const DecodeKernel kernel = decode_kernel_of<T, kDim>(grid.cluster, grid.warps);
+    launch_kernel("paged_attention", kernel.function,
+                  {.grid = dim3(grid.clusters * grid.cluster),
+                   .block = dim3(grid.warps * 32),
+                   .shared_bytes = kernel.shared_bytes,
+                   .cluster = grid.cluster},
+                  launch, args, has_tensor_copies<kDim>() ? tile_map<kDim>(pool, args) : CUtensorMap{});
   });
 }
 
 template <int kDim>
 int DecodeKernels<kDim>::resident_clusters(int cluster) {
-  const auto kernel = decode_kernel_of<__nv_bfloat16, kDim>(cluster);
-  const int warps = cluster == 1 ? kSingleWarps : kClusterWarps;
+  const int warps = cluster == 1 ? single_warps() : kClusterWarps;
+  const DecodeKernel kernel = decode_kernel_of<__nv_bfloat16, kDim>(cluster, warps);
   int count = 0;
   if (cluster == 1) {
-    check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&count, kernel, warps * 32, 0), "occupancy");
+    check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&count, kernel.function, warps * 32, kernel.shared_bytes),
+          "occupancy");
     return count * current_device().multiprocessors;
   }
   cudaLaunchAttribute size;
@@ -658,9 +965,10 @@ int DecodeKernels<kDim>::resident_clusters(int cluster) {
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(cluster * current_device().multiprocessors);
   config.blockDim = dim3(warps * 32);
+  config.dynamicSmemBytes = kernel.shared_bytes;
   config.attrs = &size;
   config.numAttrs = 1;
-  check(cudaOccupancyMaxActiveClusters(&count, kernel, &config), "cluster occupancy");
+  check(cudaOccupancyMaxActiveClusters(&count, kernel.function, &config), "cluster occupancy");
   return count;
 }
 

@@ -167,6 +167,9 @@ void launch_shape(const char* op, const Shape& shape, const Matrices& matrices, 
   if (!is_16_bit(dtype) || !servable(shape) || !find_plan(shape, target, plan)) {
     throw OpError(std::string(op) + ": this shape is not served; ask decode_linear_supported first");
   }
+  if (args.best != nullptr && !plan.direct) {
+    throw OpError(std::string(op) + ": no best for this shape; ask decode_head_finds_best first");
+  }
   launch_planned(shape, plan, target, matrices, dtype, args, launch);
 }
 
@@ -180,6 +183,10 @@ void launch_normed(const char* op, Epilogue epilogue, const DecodeNormLinearArgs
   kernel.parts_in = decode_square_sum_parts(args.stream.hidden);
   kernel.hidden = args.stream.hidden;
   kernel.eps = args.eps;
+  kernel.best = reinterpret_cast<unsigned long long*>(args.best);
+  kernel.wanted = args.wanted;
+  kernel.vocab = args.vocab;
+  if (args.best != nullptr && !kernel.out_is_float) throw OpError(std::string(op) + ": the best of fp32 results only");
   launch_shape(op, shape_of(epilogue, args.out_features, args.stream.hidden, args.batch),
                {args.weight, args.stream.scaled}, args.dtype, args.portable, kernel, args.launch);
 }
@@ -195,6 +202,14 @@ bool decode_linear_supported(DecodeLinear op, int64_t out_features, int64_t in_f
   const decode::Shape shape = decode::shape_of(epilogue, out_features, in_features, batch);
   decode::Plan plan;
   return decode::servable(shape) && decode::find_plan(shape, decode::target_of_device(false), plan);
+}
+
+bool decode_head_finds_best(int64_t out_features, int64_t in_features, int64_t batch, DType dtype) {
+  if (!decode_linear_supported(DecodeLinear::kNormLinear, out_features, in_features, batch, dtype)) return false;
+  decode::Plan plan;
+  return decode::find_plan(decode::shape_of(decode::Epilogue::kStore, out_features, in_features, batch),
+                           decode::target_of_device(false), plan) &&
+         plan.direct;
 }
 
 int32_t decode_square_sum_parts(int32_t hidden) { return hidden / decode::square_sum_channels(hidden); }

@@ -7,15 +7,43 @@
 
 namespace octavo::gpu::decode {
 
+// Early launched blocks would pile up on the first multiprocessors that have room, so one must not have room for two:
+// by registers, if a few idle warps are enough for that, since what is left over then serves the attention kernel
+// beside this one; else by shared memory.
+struct Claim {
+  int threads, shared_bytes;
+};
+
+template <class Kernel>
+Claim claim_multiprocessor(Kernel kernel, int warps, int shared_bytes) {
+  constexpr int kRegisters = 65536, kMostIdleWarps = 2;
+  constexpr int kMoreThanHalf = 116 * 1024;  // of sm_90's 227 KiB
+  static const int registers_a_warp = [&] {
+    cudaFuncAttributes attributes;
+    check(cudaFuncGetAttributes(&attributes, kernel), "decode_linear");
+    return 32 * ((attributes.numRegs + 7) / 8 * 8);
+  }();
+  const int needed = kRegisters / (2 * registers_a_warp) + 1;
+  if (needed <= warps + kMostIdleWarps) return {32 * std::max(warps, needed), shared_bytes};
+  return {32 * warps, std::max(shared_bytes, kMoreThanHalf)};
+}
+
+template <class T, class Sums, bool kDirect, class Weights, class Activations>
+void launch_kind(const LinearCall<Weights, Activations>& call) {
+  const auto kernel = linear_kernel<T, Sums, Weights, Activations, kDirect>;
+  const Plan& plan = call.args.plan;
+  const int warps = plan.consumer_warps() + Weights::kWarps + Activations::kWarps;
+  Claim claim{32 * warps, plan.shared_bytes};
+  if constexpr (Weights::kTensorCopies) claim = claim_multiprocessor(kernel, warps, plan.shared_bytes);
+  allow_shared_memory(reinterpret_cast<const void*>(kernel), claim.shared_bytes);
+  launch_kernel("decode_linear", kernel,
+                {dim3(plan.grid), dim3(claim.threads), static_cast<size_t>(claim.shared_bytes), plan.cluster()},
+                call.launch, call.weight, call.x, call.args);
+}
+
 template <class T, class Sums, class Weights, class Activations>
 void launch_instance(const LinearCall<Weights, Activations>& call) {
-  const auto kernel = linear_kernel<T, Sums, Weights, Activations>;
-  const Plan& plan = call.args.plan;
-  allow_shared_memory(reinterpret_cast<const void*>(kernel), plan.shared_bytes);
-  const int warps = plan.consumer_warps() + Weights::kWarps + Activations::kWarps;
-  launch_kernel("decode_linear", kernel,
-                {dim3(plan.grid), dim3(32 * warps), static_cast<size_t>(plan.shared_bytes), plan.cluster()},
-                call.launch, call.weight, call.x, call.args);
+  call.args.plan.direct ? launch_kind<T, Sums, true>(call) : launch_kind<T, Sums, false>(call);
 }
 
 template <class T, int kColumnTiles, class Weights, class Activations>

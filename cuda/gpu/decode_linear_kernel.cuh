@@ -10,6 +10,7 @@
 #include "gpu/decode_linear_wgmma.cuh"
 #include "gpu/element.cuh"
 #include "octavo/error.h"
+#include "octavo/random.h"
 
 namespace octavo::gpu::decode {
 
@@ -25,6 +26,11 @@ struct KernelArgs {
   int parts_in;
   int hidden;
   float eps;
+  // If not null (a plan that is `direct` only): of each row of x the largest result among the first `vocab`, packed by
+  // octavo/random.h; and fp32 results are stored only for rows with `wanted`.
+  unsigned long long* best;
+  const int* wanted;
+  int vocab;
   // kAddResidual
   float* residual;
   void* scaled;
@@ -75,8 +81,8 @@ __device__ __forceinline__ void store_fragments(const float (&sums)[kColumnTiles
   }
 }
 
-// Calls store(row, column, sum of that row, of the next) for the lane's part of each fragment: neighbouring lanes swap,
-// so that each has two rows of one column.
+// Calls store(column tile, row, column, sum of that row, of the next) for the lane's part of each fragment:
+// neighbouring lanes swap, so that each has two rows of one column.
 template <int kColumnTiles, class Store>
 __device__ __forceinline__ void visit_row_pairs(const float (&sums)[kColumnTiles][4], int first_row,
                                                 const Store& store) {
@@ -88,7 +94,7 @@ __device__ __forceinline__ void visit_row_pairs(const float (&sums)[kColumnTiles
     for (int half = 0; half < 2; ++half) {
       const float left = sums[n][2 * half], right = sums[n][2 * half + 1];  // this row, two columns
       const float other = __shfl_xor_sync(~0u, odd ? left : right, 4);
-      store(first_row + lane / 4 / 2 * 2 + half * 8, n * 8 + lane % 4 * 2 + odd, odd ? other : left,
+      store(n, first_row + lane / 4 / 2 * 2 + half * 8, n * 8 + lane % 4 * 2 + odd, odd ? other : left,
             odd ? right : other);
     }
   }
@@ -283,21 +289,77 @@ __device__ __forceinline__ void store_normed(const KernelArgs& args, int column,
   }
 }
 
+// The best result of each of a warp's columns: kept by one lane a column in shared memory, from tile to tile.
+template <int kColumnTiles>
+struct BestOfColumns {
+  uint64_t* slots;        // [column]
+  uint32_t wanted = ~0u;  // bit n: results of this lane's column of tile n are to be stored
+
+  static __device__ __forceinline__ int column_in_tile() { return threadIdx.x % 4 * 2 + threadIdx.x / 4 % 2; }
+
+  __device__ __forceinline__ void clear(const KernelArgs& args, int first_column) {
+    wanted = 0;
+    for (int n = 0; n < kColumnTiles; ++n) {
+      const int column = first_column + n * 8 + column_in_tile();
+      if (column < args.batch && (args.wanted == nullptr || args.wanted[column] != 0)) wanted |= 1u << n;
+    }
+    for (int i = threadIdx.x % 32; i < kColumnTiles * 8; i += 32) slots[i] = 0;
+    __syncwarp();
+  }
+
+  // Lanes 0 to 7 own a column each; the three lanes further on in steps of eight have other rows of it.
+  __device__ __forceinline__ void offer(int n, uint64_t best) {
+#pragma unroll
+    for (int lanes = 8; lanes < 32; lanes *= 2) {
+      const uint64_t other = __shfl_xor_sync(~0u, best, lanes);
+      best = best > other ? best : other;
+    }
+    uint64_t* slot = slots + n * 8 + column_in_tile();
+    if (threadIdx.x % 32 < 8 && best > *slot) *slot = best;
+  }
+};
+
 // The sums of the only chain, behind a norm, from registers: rows of a tile beside consumers that go on with the next.
 template <class T, class Sums>
 __device__ __forceinline__ void store_direct(const KernelArgs& args, const Sums& sums, int first_row, int first_column,
-                                             int own_row, const float* inverse_rms) {
-  sums.visit(first_row, [&](int row, int column, float low, float high) {
+                                             int own_row, const float* inverse_rms,
+                                             BestOfColumns<Sums::kColumnTiles>& best) {
+  float top[Sums::kColumnTiles];
+  int top_id[Sums::kColumnTiles];
+  uint32_t unusable = 0;
+#pragma unroll
+  for (int n = 0; n < Sums::kColumnTiles; ++n) {
+    top[n] = -INFINITY;
+    top_id[n] = -1;
+  }
+  sums.visit(first_row, [&](int n, int row, int column, float low, float high) {
     column += first_column;
-    if (row >= args.plan.own_rows || own_row + row >= args.out_features || column >= args.batch) return;
+    const int to = own_row + row;
+    if (row >= args.plan.own_rows || to >= args.out_features || column >= args.batch) return;
     const float scale = inverse_rms[column];
-    const int64_t at = int64_t{column} * args.out_features + own_row + row;
-    if (args.out_is_float) {
-      *reinterpret_cast<float2*>(static_cast<float*>(args.out) + at) = {low * scale, high * scale};
-    } else {
-      *reinterpret_cast<uint32_t*>(static_cast<T*>(args.out) + at) = Element<T>::pack(low * scale, high * scale);
+    low *= scale;
+    high *= scale;
+    const int64_t at = int64_t{column} * args.out_features + to;
+    if (!args.out_is_float) {
+      *reinterpret_cast<uint32_t*>(static_cast<T*>(args.out) + at) = Element<T>::pack(low, high);
+    } else if (best.wanted >> n & 1) {
+      *reinterpret_cast<float2*>(static_cast<float*>(args.out) + at) = {low, high};
+    }
+    if (args.best == nullptr) return;
+    if (to < args.vocab) {
+      if (!(low < INFINITY)) unusable |= 1u << n;
+      if (low > top[n]) top[n] = low, top_id[n] = to;
+    }
+    if (to + 1 < args.vocab) {
+      if (!(high < INFINITY)) unusable |= 1u << n;
+      if (high > top[n]) top[n] = high, top_id[n] = to + 1;
     }
   });
+  if (args.best == nullptr) return;
+#pragma unroll
+  for (int n = 0; n < Sums::kColumnTiles; ++n) {
+    best.offer(n, unusable >> n & 1 ? kUnusableScore : top_id[n] < 0 ? 0 : packed_score(top[n], top_id[n]));
+  }
 }
 
 // 1 / rms of a row, by four lanes a row: one trip to L2 for the whole batch, under way while activations arrive.
@@ -396,7 +458,8 @@ __device__ __forceinline__ void add_chain(Sums& sums, const Plan& plan, const Ri
 #endif
 }
 
-template <class T, class Sums>
+// kDirect: a plan that is `direct`, as the LM head's. Its code would slow the kernels of the layers down.
+template <class T, class Sums, bool kDirect>
 __device__ __forceinline__ void consume(const KernelArgs& args, const Ring& ring, unsigned char* shared) {
   const Plan& plan = args.plan;
   const int thread = threadIdx.x, warp = thread / 32;
@@ -422,13 +485,16 @@ __device__ __forceinline__ void consume(const KernelArgs& args, const Ring& ring
       wait(ring.activations_here(read.slot), read.parity);
       rms.finish(inverse_rms, args, first + thread / rms.kLanes, thread % rms.kLanes);
     }
-    if (plan.direct) consumer_barrier(threads);  // other threads wrote some of them
+    if (kDirect) consumer_barrier(threads);  // other threads wrote some of them
   }
+  [[maybe_unused]] BestOfColumns<Sums::kColumnTiles> best{reinterpret_cast<uint64_t*>(shared + plan.best_offset) +
+                                                          warp * Sums::kColumnTiles * 8};
+  if constexpr (kDirect) best.clear(args, first_column);
 #pragma unroll 1
   for (int tile = blockIdx.x >> plan.cluster_bits; tile < plan.tiles; tile += gridDim.x >> plan.cluster_bits) {
     const int own_row = tile * plan.rows + rank * plan.own_rows;  // of the weight matrix
     ResidualPiece<T> piece;
-    if (!normed && thread < args.batch * plan.quads) {
+    if (!kDirect && !normed && thread < args.batch * plan.quads) {
       const int column = plan.column_of(thread);
       piece.fetch(args, column, own_row + (thread - column * plan.quads) * 4);
     }
@@ -436,8 +502,8 @@ __device__ __forceinline__ void consume(const KernelArgs& args, const Ring& ring
     sums.clear();
     add_chain(sums, plan, ring, read);
     sums.join();
-    if (plan.direct) {
-      store_direct<T>(args, sums, first_row, first_column, own_row, inverse_rms);
+    if constexpr (kDirect) {
+      store_direct<T>(args, sums, first_row, first_column, own_row, inverse_rms, best);
       continue;
     }
 
@@ -471,6 +537,19 @@ __device__ __forceinline__ void consume(const KernelArgs& args, const Ring& ring
       }
     }
   }
+  if (kDirect && args.best != nullptr) {
+    consumer_barrier(threads);
+    if (thread < args.batch) {
+      // Warps of one share of the columns lie next to each other, and again for each chain: here there is one chain.
+      const int columns = Sums::kColumnTiles * 8, share = thread / columns;
+      const uint64_t* slots = reinterpret_cast<const uint64_t*>(shared + plan.best_offset);
+      uint64_t most = 0;
+      for (int w = share * plan.row_warps; w < (share + 1) * plan.row_warps; ++w) {
+        most = max(most, slots[w * columns + thread - share * columns]);
+      }
+      atomicMax(args.best + thread, static_cast<unsigned long long>(most));
+    }
+  }
 }
 
 // ---- producers
@@ -482,14 +561,17 @@ __device__ __forceinline__ void fill(const Plan& plan, const Ring& ring, const L
   Position write;
 #pragma unroll 1
   for (int tile = blockIdx.x >> plan.cluster_bits; tile < plan.tiles; tile += gridDim.x >> plan.cluster_bits) {
+    // Tiles begin at different places of K: all blocks would ask the L2 for the same activations at the same time.
+    int round = tile % plan.rounds;
 #pragma unroll 1
-    for (int round = 0; round < plan.rounds; ++round) {
+    for (int left = plan.rounds; left > 0; --left) {
 #pragma unroll 1
       for (int block = 0; block < plan.k_warps; block += plan.stage_blocks) {
         wait(ring.emptied(write.slot), write.parity ^ 1);
         load(write.slot, tile * plan.rows, ((round << plan.cluster_bits) + rank) * plan.k_warps + block);
         write.advance(1, plan.stages);
       }
+      round = round + 1 < plan.rounds ? round + 1 : 0;
     }
   }
 }
@@ -517,8 +599,8 @@ __device__ __forceinline__ void produce_activations(const Activations& x, const 
        [&](int slot, int, int k_block) { x.load(ring.activations(slot), ring.activations_here(slot), k_block); });
 }
 
-template <class T, class Sums, class Weights, class Activations>
-__global__ void __launch_bounds__(32 * (8 * Sums::kColumnTiles <= kFewColumns ? kMaxWarps : kMaxWarpsManyColumns), 1)
+template <class T, class Sums, class Weights, class Activations, bool kDirect>
+__global__ void __launch_bounds__(32 * kRegisterWarps<8 * Sums::kColumnTiles>, 1)
     linear_kernel(const __grid_constant__ typename Weights::Operand weight,
                   const __grid_constant__ typename Activations::Operand x, const __grid_constant__ KernelArgs args) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
@@ -552,7 +634,7 @@ __global__ void __launch_bounds__(32 * (8 * Sums::kColumnTiles <= kFewColumns ? 
 #endif
     const StageShape stage{plan.rows, plan.columns, plan.stage_blocks, args.epilogue == Epilogue::kSiluMul};
     if (warp < plan.consumer_warps()) {
-      consume<T, Sums>(args, ring, shared);
+      consume<T, Sums, kDirect>(args, ring, shared);
     } else if (warp < plan.consumer_warps() + Weights::kWarps) {
       if (lane < Weights::kLanes) produce_weights(Weights(weight, stage), plan, ring);
     } else if (warp < plan.consumer_warps() + Weights::kWarps + Activations::kWarps) {

@@ -6,8 +6,7 @@ namespace octavo::gpu::decode {
 namespace {
 
 constexpr int kSwizzleBytes = 1024;
-constexpr int kOneBlockPerMultiprocessor = 116 * 1024;  // more than half of sm_90's 227 KiB
-constexpr int kInFlightBytes = 132 * 76 * 1024;         // on the whole GPU: what H200's memory wants, and no more
+constexpr int kInFlightBytes = 132 * 76 * 1024;  // on the whole GPU: what H200's memory wants, and no more
 
 int ceil_div(int a, int b) { return (a + b - 1) / b; }
 int round_up(int a, int to) { return ceil_div(a, to) * to; }
@@ -122,8 +121,9 @@ bool make_plan(const Shape& shape, const Cut& cut, const Target& target, Plan& p
   // The last warps of a tile also multiply what lies behind it.
   const int rows_read = plan.row_warps * 16 * (plan.warpgroups ? 1 : cut.row_tiles);
   const int overrun_bytes = round_up((rows_read - cut.rows) * 2 * kBlock, kSwizzleBytes);
+  const int best_bytes = plan.direct ? plan.consumer_warps() * plan.columns * 8 : 0;
   const int ring_bytes =
-      target.shared_bytes - kHeaderBytes - overrun_bytes - exchange_bytes - (one_tile ? 0 : reduce_bytes);
+      target.shared_bytes - kHeaderBytes - overrun_bytes - exchange_bytes - best_bytes - (one_tile ? 0 : reduce_bytes);
 
   const int line_bytes = 2 * kBlock;
   plan.stage_blocks = plan.k_warps;
@@ -142,11 +142,9 @@ bool make_plan(const Shape& shape, const Cut& cut, const Target& target, Plan& p
   plan.reduce_offset = one_tile ? kHeaderBytes : kHeaderBytes + ring + overrun_bytes;
   plan.exchange_offset =
       one_tile ? kHeaderBytes + std::max(ring + overrun_bytes, reduce_bytes) : plan.reduce_offset + reduce_bytes;
-  plan.shared_bytes = plan.exchange_offset + exchange_bytes;
-  if (plan.shared_bytes > target.shared_bytes) return false;
-  // Early launched blocks would pile up on the first multiprocessors that have room: one block each.
-  if (target.tensor_copies) plan.shared_bytes = std::max(plan.shared_bytes, kOneBlockPerMultiprocessor);
-  return true;
+  plan.best_offset = plan.exchange_offset + exchange_bytes;
+  plan.shared_bytes = plan.best_offset + best_bytes;
+  return plan.shared_bytes <= target.shared_bytes;
 }
 
 bool find_plan(const Shape& shape, const Target& target, Plan& plan) {

@@ -14,6 +14,10 @@ constexpr int kMaxStages = 24;
 constexpr int kFewColumns = 16;  // up to here: smaller blocks of more registers, and activations by cp.async
 constexpr int kMaxWarps = 17;    // of a block for few columns
 constexpr int kMaxWarpsManyColumns = 26;
+// Warps whose registers a multiprocessor has room for. For few columns so many that blocks of twelve warps leave room
+// for the attention kernel's.
+template <int kColumns>
+constexpr int kRegisterWarps = kColumns <= kFewColumns ? 23 : kMaxWarpsManyColumns;
 constexpr int kMaxParts = 128;  // of a row's square sum
 
 struct Shape {
@@ -57,7 +61,9 @@ struct Plan {
   int own_rows;            // rows of the tile that a block of the cluster finishes
   int quads;               // threads that finish a column's own rows, four rows (gate_up: channels) each
   uint32_t column_factor;  // 2^20 / quads, rounded up
-  int reduce_stride, reduce_offset, exchange_offset, shared_bytes;
+  int reduce_stride, reduce_offset, exchange_offset;
+  int best_offset;  // if direct: the best result of each column, for each warp
+  int shared_bytes;
 
   constexpr int cluster() const { return 1 << cluster_bits; }
   constexpr int consumer_warps() const { return row_warps * column_warps * k_warps; }

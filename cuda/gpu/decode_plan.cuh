@@ -31,13 +31,15 @@ struct alignas(16) Split {
 
 // The frozen side of a decode launch: from capacities and the device only.
 struct DecodeGrid {
-  int warps;     // a thread block
-  int cluster;   // thread blocks that read one split together and merge through distributed shared memory
-  int clusters;  // launched; single blocks may have several splits in turn
+  int warps;            // a thread block
+  int cluster;          // thread blocks that read one split together and merge through distributed shared memory
+  int clusters;         // launched; single blocks may have several splits in turn
+  int fixed_parts = 0;  // > 0: contexts are cut by their own length alone, into so many parts at most; see decode_grid
 };
 
 // The grid for a batch: one cluster a (sequence, KV head) where that fits, as large as it fits; else single blocks.
-DecodeGrid decode_grid(int num_seqs, int kv_heads, int head_dim);
+// `fixed`: single blocks, and the order of a sequence's sums depends on nothing but its own length.
+DecodeGrid decode_grid(int num_seqs, int kv_heads, int head_dim, bool fixed);
 
 // plan_attention for a given grid.
 void plan_decode(const DecodeGrid& grid, const PlanAttentionArgs& args);
@@ -63,6 +65,7 @@ struct Decode {
   void* pool;            // at this layer
   int64_t block_stride;  // elements
   int64_t value_offset;  // elements from a block's keys to its values
+  int block_tiles;       // keys or values of one head in a block, of all layers
   const int* block_tables;
   int max_blocks;
   const Split* plan;
@@ -74,6 +77,7 @@ struct Decode {
   int q_heads;
   int kv_heads;
   int group;
+  bool reads_early;  // starts reading KV before the previous kernel has ended
   bool writes;  // bias, QK-norm, RoPE and the write of the newest K and V are still to do; else what follows is unused
   const void* bias;
   const void* q_norm_weight;
@@ -85,8 +89,8 @@ struct Decode {
 template <int kDim>
 struct DecodeKernels {
   static constexpr int kClusterWarps = 8;
-  static constexpr int kSingleWarps = kDim == 64 ? 4 : 8;  // of a thread block in no cluster
-  static void launch(DType dtype, const DecodeGrid& grid, const Decode& args, const Launch& launch);
+  static int single_warps();  // of a thread block in no cluster
+  static void launch(const KvPool& pool, const DecodeGrid& grid, const Decode& args, const Launch& launch);
   // Clusters of the kernel that the current device runs at once.
   static int resident_clusters(int cluster);
 };

@@ -48,8 +48,9 @@ const Device& current_device() {
   std::call_once(read[id], [id] {
     const int capability =
         10 * attribute(cudaDevAttrComputeCapabilityMajor, id) + attribute(cudaDevAttrComputeCapabilityMinor, id);
-    devices[id] = {id, attribute(cudaDevAttrMultiProcessorCount, id), std::min(capability, compiled_capability()),
-                   has_warpgroups()};
+    devices[id] = {id, attribute(cudaDevAttrMultiProcessorCount, id),
+                   static_cast<size_t>(attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, id)),
+                   std::min(capability, compiled_capability()), has_warpgroups()};
   });
   return devices[id];
 }

@@ -22,6 +22,7 @@ inline void require(bool condition, const char* message) {
 struct Device {
   int id;
   int multiprocessors;
+  size_t shared_bytes;  // that a thread block may have
   int capability;  // 10 * major + minor that the kernels in use were compiled for: may be less than the device's own
   bool has_warpgroups;  // they were compiled for sm_90a: warpgroup matrix instructions
 };
@@ -56,14 +57,19 @@ void launch_kernel(const char* name, void (*kernel)(Parameters...), const Geomet
   check(cudaLaunchKernelEx(&config, kernel, static_cast<Parameters>(arguments)...), name);
 }
 
-// Lets a kernel use more than 48 KiB of shared memory on the current device.
+// Lets a kernel use more than 48 KiB of shared memory on the current device. `shares`: kernels that are to run side by
+// side on a multiprocessor must all ask for the largest carve-out; else it is sized for the first alone.
 template <auto kKernel>
-void allow_shared_bytes(size_t bytes) {
+void allow_shared_bytes(size_t bytes, bool shares = false) {
   static thread_local int allowed_on = -1;
   const int device = current_device().id;
   if (allowed_on == device) return;
   check(cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes)),
         "cudaFuncSetAttribute");
+  if (shares) {
+    check(cudaFuncSetAttribute(kKernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared),
+          "cudaFuncSetAttribute");
+  }
   allowed_on = device;
 }
 

@@ -20,7 +20,7 @@ namespace {
 }  // namespace
 
 void paged_attention(const PagedAttentionArgs&) { refuse("paged_attention"); }
-size_t paged_attention_workspace_bytes(int32_t, int32_t, int32_t, int32_t) {
+size_t paged_attention_workspace_bytes(int32_t, int32_t, int32_t, int32_t, bool) {
   refuse("paged_attention_workspace_bytes");
 }
 void plan_attention(const PlanAttentionArgs&) { refuse("plan_attention"); }
@@ -36,7 +36,9 @@ void sample(const SampleArgs&) { refuse("sample"); }
 size_t sample_workspace_bytes(int32_t) { refuse("sample_workspace_bytes"); }
 bool decode_linear_supported(DecodeLinear, int64_t, int64_t, int64_t, DType) { return false; }
 int32_t decode_square_sum_parts(int32_t) { refuse("decode_square_sum_parts"); }
+bool decode_head_finds_best(int64_t, int64_t, int64_t, DType) { return false; }
 void decode_start(const DecodeStartArgs&) { refuse("decode_start"); }
+void decode_begin(const DecodeBeginArgs&) { refuse("decode_begin"); }
 void decode_norm_linear(const DecodeNormLinearArgs&) { refuse("decode_norm_linear"); }
 void decode_norm_gate_up(const DecodeNormLinearArgs&) { refuse("decode_norm_gate_up"); }
 void decode_linear_add(const DecodeLinearAddArgs&) { refuse("decode_linear_add"); }

@@ -8,6 +8,7 @@
 namespace octavo::gpu {
 namespace {
 
+constexpr int kManySeqs = 48;
 constexpr float kLog2E = 1.4426950408889634f;
 
 template <class F>
@@ -43,19 +44,20 @@ template <class Args>
 void decode(const Args& args, Decode decode) {
   const KvPool& pool = args.pool;
   const int group = checked_group(pool, args.q_heads);
-  const DecodeGrid grid = decode_grid(args.num_seqs, pool.kv_heads, pool.head_dim);
+  const DecodeGrid grid = decode_grid(args.num_seqs, pool.kv_heads, pool.head_dim, args.fixed);
   const DecodeWorkspace layout(grid, args.num_seqs, pool.kv_heads, group, pool.head_dim);
   require(args.workspace != nullptr && args.workspace_bytes >= layout.bytes, "paged_attention: workspace too small");
   Launch launch = args.launch;
   if (!args.planned) {
-    plan_attention({args.context_lens, args.num_seqs, args.q_heads, pool.kv_heads, pool.head_dim, 0, args.workspace,
-                    args.workspace_bytes, launch});
+    plan_attention({args.context_lens, args.num_seqs, args.q_heads, pool.kv_heads, pool.head_dim, 0, args.fixed,
+                    args.workspace, args.workspace_bytes, launch});
   }
   char* workspace = static_cast<char*>(args.workspace);
   decode.out = args.out;
   decode.pool = at_layer(pool, args.layer);
   decode.block_stride = pool.block_stride();
   decode.value_offset = pool.kv_stride();
+  decode.block_tiles = 2 * pool.layers * pool.kv_heads;
   decode.block_tables = args.block_tables;
   decode.max_blocks = args.max_blocks_per_seq;
   decode.plan = reinterpret_cast<const Split*>(workspace + layout.plan);
@@ -67,7 +69,10 @@ void decode(const Args& args, Decode decode) {
   decode.q_heads = args.q_heads;
   decode.kv_heads = pool.kv_heads;
   decode.group = group;
-  with_head_dim(pool.head_dim, [&]<int kDim>() { DecodeKernels<kDim>::launch(pool.dtype, grid, decode, launch); });
+  // Where thread blocks start beside the QKV projection's, or KV takes far longer than the projection. Elsewhere KV on
+  // its way early only delays the rows that the projection writes.
+  decode.reads_early = grid.cluster > 1 || pool.head_dim <= 64 || args.num_seqs > kManySeqs;
+  with_head_dim(pool.head_dim, [&]<int kDim>() { DecodeKernels<kDim>::launch(pool, grid, decode, launch); });
 }
 
 // Whether prefill goes by stretches: the longest context is at least twice the longest query. Else one tile a block is

@@ -68,6 +68,19 @@ __device__ __forceinline__ void load_shared(uint32_t* w, uint32_t address) {
   }
 }
 
+template <int kWords>
+__device__ __forceinline__ void store_shared(uint32_t address, const uint32_t* w) {
+  static_assert(kWords == 1 || kWords == 2 || kWords == 4);
+  if constexpr (kWords == 4) {
+    asm volatile("st.shared.v4.u32 [%0],{%1,%2,%3,%4};" ::"r"(address), "r"(w[0]), "r"(w[1]), "r"(w[2]), "r"(w[3])
+                 : "memory");
+  } else if constexpr (kWords == 2) {
+    asm volatile("st.shared.v2.u32 [%0],{%1,%2};" ::"r"(address), "r"(w[0]), "r"(w[1]) : "memory");
+  } else {
+    asm volatile("st.shared.u32 [%0],%1;" ::"r"(address), "r"(w[0]) : "memory");
+  }
+}
+
 __device__ __forceinline__ float exp2_fast(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0,%1;" : "=f"(y) : "f"(x));
@@ -96,6 +109,16 @@ __device__ __forceinline__ void load_matrices_transposed(uint32_t (&m)[4], uint3
 // Copies 16 bytes from global to shared memory in the background; `valid` false writes zeros and reads nothing.
 __device__ __forceinline__ void copy_async(uint32_t to, const void* from, bool valid) {
   asm volatile("cp.async.cg.shared.global [%0],[%1],16,%2;" ::"r"(to), "l"(from), "r"(valid ? 16 : 0) : "memory");
+}
+// The same for 4, 8 or 16 bytes that are all valid.
+template <int kWords>
+__device__ __forceinline__ void copy_async(uint32_t to, const void* from) {
+  static_assert(kWords == 1 || kWords == 2 || kWords == 4);
+  if constexpr (kWords == 4) {
+    asm volatile("cp.async.cg.shared.global [%0],[%1],16;" ::"r"(to), "l"(from) : "memory");
+  } else {
+    asm volatile("cp.async.ca.shared.global [%0],[%1],%2;" ::"r"(to), "l"(from), "n"(4 * kWords) : "memory");
+  }
 }
 __device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int kPending>
@@ -193,6 +216,18 @@ __device__ __forceinline__ void wait_for_tile_stores() {
 
 __device__ __forceinline__ void prefetch_map(const void* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+
+// The same of a four-axis map, for what is read once.
+__device__ __forceinline__ void copy_box(uint32_t to, const void* map, int c0, int c1, int c2, int c3,
+                                         uint32_t barrier) {
+  asm volatile(
+      "{\n\t.reg .b64 policy;\n\t"
+      "createpolicy.fractional.L2::evict_first.b64 policy,1.0;\n\t"
+      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint "
+      "[%0],[%1,{%2,%3,%4,%5}],[%6],policy;\n\t}" ::"r"(to),
+      "l"(map), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(barrier)
+      : "memory");
 }
 
 // Thread-block clusters and their shared memory.

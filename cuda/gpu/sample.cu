@@ -18,7 +18,6 @@ namespace {
 
 constexpr int kMinPart = 8 * 1024;  // logits a thread block at least
 constexpr unsigned kAll = ~0u;
-constexpr uint64_t kUnusable = ~0ull;  // above every packed (score, id)
 
 struct Sample {
   SampleArgs args;
@@ -50,13 +49,8 @@ __device__ __forceinline__ void load_one_by_one(float (&x)[8], const T* row, int
   for (int k = 0; k < 8; ++k) x[k] = id + k < end ? static_cast<float>(row[id + k]) : lowest();
 }
 
-// The larger score wins, and of equal ones the lower id.
-__device__ __forceinline__ uint64_t packed(float score, int id) {
-  return static_cast<uint64_t>(ordered_key(score)) << 32 | static_cast<uint32_t>(~id);
-}
-
 __device__ __forceinline__ int id_of(uint64_t best) {
-  if (best == kUnusable || best == 0) return -1;
+  if (best == kUnusableScore || best == 0) return -1;
   return static_cast<int>(~static_cast<uint32_t>(best));
 }
 
@@ -113,7 +107,7 @@ struct Best {
       id = candidate_id;
     }
   }
-  __device__ uint64_t pack() const { return !usable ? kUnusable : id < 0 ? 0 : packed(score, id); }
+  __device__ uint64_t pack() const { return !usable ? kUnusableScore : id < 0 ? 0 : packed_score(score, id); }
 };
 
 // Calls f(logits[8], first id) over [begin, end) of a row, in all threads equally often: past the end with -inf.
@@ -466,6 +460,10 @@ __device__ uint64_t best_of_filtered(const T* logits, const Sample& sample, cons
   });
 }
 
+__device__ unsigned long long* best_of_row(const SampleArgs& args, int row) {
+  return reinterpret_cast<unsigned long long*>(args.best + row);
+}
+
 __device__ void deliver(const SampleArgs& args, int row, uint64_t best) {
   const int token = id_of(best);
   args.tokens[row] = token;
@@ -481,6 +479,10 @@ __global__ void __launch_bounds__(kThreads) sample_kernel(const __grid_constant_
   const int index = blockIdx.y, part = blockIdx.x, parts = gridDim.x;
   const Row row(args, index);
   const T* logits = static_cast<const T*>(args.logits) + index * args.logits_stride;
+  if (row.greedy() && args.best != nullptr) {
+    if (part == 0 && threadIdx.x == 0) deliver(args, index, atomicExch(best_of_row(args, index), 0ull));
+    return;
+  }
   if (row.filtered()) {
     if (part > 0) return;
     const uint64_t best = best_of_filtered<kThreads>(logits, sample, row);

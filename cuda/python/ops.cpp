@@ -36,7 +36,7 @@ void run(const View& view, const Args& args, void (*on_cpu)(const Args&), void (
 void paged_attention(const Tensor& out, const Tensor& query, const Tensor& kv_pool_, int32_t layer,
                      const Tensor& block_tables, const Tensor& query_start, const Tensor& context_lens,
                      int32_t max_query_len, float scale, const OptionalTensor& workspace, uintptr_t stream,
-                     bool planned, bool pdl) {
+                     bool planned, bool fixed, bool pdl) {
   const char* op = "paged_attention";
   View pool_view(op, "kv_pool", kv_pool_);
   View out_view(op, "out", out);
@@ -74,6 +74,7 @@ void paged_attention(const Tensor& out, const Tensor& query, const Tensor& kv_po
   args.max_query_len = max_query_len;
   args.scale = scale;
   args.planned = planned;
+  args.fixed = fixed;
   args.launch = launch_on(stream, pdl);
   run(pool_view, args, cpu::paged_attention, gpu::paged_attention);
 }
@@ -240,9 +241,9 @@ void init_ops(nb::module_& module) {
   nb::exception<OpError>(module, "OpError", PyExc_RuntimeError);
   module.def("paged_attention", paged_attention, "out"_a, "query"_a, "kv_pool"_a, "layer"_a, "block_tables"_a,
              "query_start"_a, "context_lens"_a, "max_query_len"_a, "scale"_a, "workspace"_a.none(), "stream"_a,
-             "planned"_a = false, "pdl"_a = false);
+             "planned"_a = false, "fixed"_a = false, "pdl"_a = false);
   module.def("paged_attention_workspace_bytes", gpu::paged_attention_workspace_bytes, "max_seqs"_a, "q_heads"_a,
-             "kv_heads"_a, "head_dim"_a);
+             "kv_heads"_a, "head_dim"_a, "fixed"_a = false);
   module.def("write_kv", write_kv, "query_out"_a, "qkv"_a, "kv_pool"_a, "layer"_a, "positions"_a, "slots"_a,
              "cos_sin"_a, "bias"_a.none(), "q_norm"_a.none(), "k_norm"_a.none(), "norm_eps"_a, "stream"_a,
              "pdl"_a = false);

@@ -34,7 +34,7 @@ T* vector(const char* op, const char* name, const OptionalTensor& tensor, Scalar
 }
 
 void plan_attention(const Tensor& context_lens, int32_t q_heads, int32_t kv_heads, int32_t head_dim,
-                    const Tensor& workspace, uintptr_t stream, int32_t least_tokens, bool pdl) {
+                    const Tensor& workspace, uintptr_t stream, int32_t least_tokens, bool fixed, bool pdl) {
   const char* op = "plan_attention";
   View lens_view(op, "context_lens", context_lens);
   View workspace_view(op, "workspace", workspace);
@@ -48,6 +48,7 @@ void plan_attention(const Tensor& context_lens, int32_t q_heads, int32_t kv_head
                                kv_heads,
                                head_dim,
                                least_tokens,
+                               fixed,
                                workspace_view.data(),
                                static_cast<size_t>(workspace_view.size(0)),
                                launch_on(stream, pdl)};
@@ -82,7 +83,8 @@ void plan_prefill(const Tensor& query_start, const Tensor& context_lens, int32_t
 void decode_attention(const Tensor& out, const Tensor& qkv, const Tensor& kv_pool_, int32_t layer,
                       const Tensor& block_tables, const Tensor& context_lens, const Tensor& cos_sin, float scale,
                       const Tensor& workspace, const OptionalTensor& bias, const OptionalTensor& q_norm,
-                      const OptionalTensor& k_norm, float norm_eps, uintptr_t stream, bool planned, bool pdl) {
+                      const OptionalTensor& k_norm, float norm_eps, uintptr_t stream, bool planned, bool fixed,
+                      bool pdl) {
   const char* op = "decode_attention";
   View pool_view(op, "kv_pool", kv_pool_);
   View out_view(op, "out", out);
@@ -130,6 +132,7 @@ void decode_attention(const Tensor& out, const Tensor& qkv, const Tensor& kv_poo
   args.workspace = workspace_view.data();
   args.workspace_bytes = static_cast<size_t>(workspace_view.size(0));
   args.planned = planned;
+  args.fixed = fixed;
   args.launch = launch_on(stream, pdl);
   nb::gil_scoped_release released;
   gpu::decode_attention(args);
@@ -199,7 +202,7 @@ void advance(const Tensor& out, const Tensor& table, const Tensor& newest, const
 void sample(const Tensor& tokens, const Tensor& logits, const OptionalTensor& temperature, const OptionalTensor& top_k,
             const OptionalTensor& top_p, const OptionalTensor& min_p, const OptionalTensor& seeds,
             const OptionalTensor& positions, const OptionalTensor& newest, const OptionalTensor& targets,
-            const OptionalTensor& workspace, uintptr_t stream, bool pdl) {
+            const OptionalTensor& best, const OptionalTensor& workspace, uintptr_t stream, bool pdl) {
   const char* op = "sample";
   View tokens_view(op, "tokens", tokens);
   View logits_view(op, "logits", logits);
@@ -228,6 +231,8 @@ void sample(const Tensor& tokens, const Tensor& logits, const OptionalTensor& te
   args.newest = vector<int32_t>(op, "newest", newest, Scalar::kInt32, -1, logits_view);
   args.targets = vector<const int64_t>(op, "targets", targets, Scalar::kInt64, rows, logits_view);
   if ((args.newest == nullptr) != (args.targets == nullptr)) throw OpError("sample: newest and targets go together");
+  args.best = reinterpret_cast<uint64_t*>(vector<int64_t>(op, "best", best, Scalar::kInt64, rows, logits_view));
+  if (args.best != nullptr && logits_view.on_cpu()) throw OpError("sample: best is for GPUs");
   if (!workspace.object.is_none()) {
     View view(op, "workspace", workspace);
     args.workspace = view.rank(1).of(Scalar::kUInt8).contiguous().like(logits_view).data();
@@ -243,19 +248,19 @@ void sample(const Tensor& tokens, const Tensor& logits, const OptionalTensor& te
 
 void init_step_ops(nb::module_& module) {
   module.def("plan_attention", plan_attention, "context_lens"_a, "q_heads"_a, "kv_heads"_a, "head_dim"_a, "workspace"_a,
-             "stream"_a, "least_tokens"_a = 0, "pdl"_a = false);
+             "stream"_a, "least_tokens"_a = 0, "fixed"_a = false, "pdl"_a = false);
   module.def("plan_prefill", plan_prefill, "query_start"_a, "context_lens"_a, "q_heads"_a, "kv_heads"_a, "head_dim"_a,
              "workspace"_a, "stream"_a, "pdl"_a = false);
   module.def("decode_attention", decode_attention, "out"_a, "qkv"_a, "kv_pool"_a, "layer"_a, "block_tables"_a,
              "context_lens"_a, "cos_sin"_a, "scale"_a, "workspace"_a, "bias"_a.none(), "q_norm"_a.none(),
-             "k_norm"_a.none(), "norm_eps"_a, "stream"_a, "planned"_a = false, "pdl"_a = false);
+             "k_norm"_a.none(), "norm_eps"_a, "stream"_a, "planned"_a = false, "fixed"_a = false, "pdl"_a = false);
   module.def("embed", embed, "out"_a, "table"_a, "token_ids"_a, "sources"_a.none(), "newest"_a.none(), "stream"_a,
              "pdl"_a = false);
   module.def("advance", advance, "out"_a, "table"_a, "newest"_a, "rows"_a, "context_lens"_a, "positions"_a, "slots"_a,
              "block_tables"_a, "block_size"_a, "stream"_a, "pdl"_a = false);
   module.def("sample", sample, "tokens"_a, "logits"_a, "temperature"_a.none(), "top_k"_a.none(), "top_p"_a.none(),
              "min_p"_a.none(), "seeds"_a.none(), "positions"_a.none(), "newest"_a.none(), "targets"_a.none(),
-             "workspace"_a.none(), "stream"_a, "pdl"_a = false);
+             "best"_a.none(), "workspace"_a.none(), "stream"_a, "pdl"_a = false);
   module.def("sample_workspace_bytes", gpu::sample_workspace_bytes, "max_rows"_a);
 }
 

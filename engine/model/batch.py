@@ -8,6 +8,19 @@ import torch
 
 
 @dataclass(frozen=True, slots=True)
+class GreedyRows:
+    """Lets the LM head find greedy tokens itself (CUDA, where `Decoder.finds_best`).
+
+    best: int64 [n], zero; gets what `ops.sample` needs instead of logits. wanted: int32 [n], 0 for rows whose logits
+    nobody reads, so that they need not be stored. vocab_size: columns of the logits that are tokens.
+    """
+
+    best: torch.Tensor
+    wanted: torch.Tensor
+    vocab_size: int
+
+
+@dataclass(frozen=True, slots=True)
 class ForwardBatch:
     """T tokens of S sequences; all tensors are on the model's device, and stay at one address for a captured graph.
 
@@ -34,4 +47,5 @@ class ForwardBatch:
     prefill_start: torch.Tensor | None = None
     sources: torch.Tensor | None = None
     newest: torch.Tensor | None = None
+    greedy: GreedyRows | None = None
     pdl: bool = False

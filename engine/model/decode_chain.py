@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from engine import ops_decode
+from engine.model.batch import ForwardBatch
 from engine.model.spec import ModelSpec
 
 if TYPE_CHECKING:
@@ -30,7 +31,9 @@ class DecodeChain:
     max_batch = ops_decode.MAX_BATCH
 
     def __init__(self, spec: ModelSpec, weights: DecoderWeights, device: torch.device, dtype: torch.dtype) -> None:
+        self._spec = spec
         self._eps = spec.norm_eps
+        self.finds_best = ops_decode.head_finds_best(spec.vocab_size, spec.hidden_size, dtype)
         self._weights = weights
         self._stream = ops_decode.ResidualStream.allocate(self.max_batch, spec.hidden_size, dtype, device)
 
@@ -47,20 +50,46 @@ class DecodeChain:
             return None
         return cls(spec, weights, device, dtype)
 
-    def run(
-        self, x: Tensor, attention: Attention, qkv: Tensor, activated: Tensor, logits: Tensor, *, pdl: bool
-    ) -> None:
-        """logits [B, vocabulary] fp32 of embeddings x [B, H]. qkv [B, qkv size] and activated [B, I] are scratch."""
-        stream, eps, layers = self._stream, self._eps, self._weights.layers
+    def run(self, batch: ForwardBatch, attention: Attention, qkv: Tensor, activated: Tensor, logits: Tensor) -> None:
+        """logits [B, vocabulary] fp32 of a batch with one token a sequence; with `batch.greedy` of the rows wanted
+        there. qkv [B, qkv size] and activated [B, I] are scratch."""
+        stream, eps, layers, pdl = self._stream, self._eps, self._weights.layers, batch.pdl
         norms = [layer.input_norm for layer in layers[1:]] + [self._weights.final_norm]
-        ops_decode.start(stream, x, layers[0].input_norm, pdl=pdl)
+        self._begin(batch)
         for index, (layer, next_norm) in enumerate(zip(layers, norms, strict=True)):
             ops_decode.norm_linear(qkv, stream, layer.qkv.weight, eps, pdl=pdl)
             attended = attention(index, qkv)
             ops_decode.linear_add(stream, attended, layer.o.weight, layer.post_norm, pdl=pdl)
             ops_decode.norm_gate_up(activated, stream, layer.gate_up.weight, eps, pdl=pdl)
             ops_decode.linear_add(stream, activated, layer.down.weight, next_norm, pdl=pdl)
-        ops_decode.norm_linear(logits, stream, self._weights.head.weight, eps, pdl=pdl)
+        head, greedy = self._weights.head.weight, batch.greedy
+        if greedy is None or not self.finds_best:
+            ops_decode.norm_linear(logits, stream, head, eps, pdl=pdl)
+            return
+        ops_decode.head(
+            *(logits, stream, head, eps),
+            best=greedy.best,
+            wanted=greedy.wanted,
+            vocab_size=greedy.vocab_size,
+            pdl=pdl,
+        )
+
+    def _begin(self, batch: ForwardBatch) -> None:
+        if batch.workspace is None:
+            raise ValueError("decode attention on CUDA needs a workspace")
+        spec = self._spec
+        ops_decode.begin(
+            self._stream,
+            self._weights.embedding,
+            batch.token_ids,
+            self._weights.layers[0].input_norm,
+            batch.context_lens,
+            *(spec.q_heads, spec.kv_heads, spec.head_dim),
+            batch.workspace,
+            sources=batch.sources,
+            newest=batch.newest,
+            pdl=batch.pdl,
+        )
 
 
 def _unserved(spec: ModelSpec, weights: DecoderWeights, dtype: torch.dtype) -> str:

@@ -19,10 +19,6 @@ Tensor = torch.Tensor
 
 _log = logging.getLogger(__name__)
 
-# Up to so many sequences attention starts, and reads old K and V, while the QKV projection still runs. With more, that
-# only takes bandwidth from the projection: measured on an H200, see cuda/bench/LOG.md.
-_EARLY_ATTENTION_ROWS = 4
-
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
@@ -112,18 +108,26 @@ class Decoder:
 
     @torch.inference_mode()
     def scores(self, batch: ForwardBatch) -> Tensor:
-        """Runs a step; fp32 logits [n, vocab_size] of `batch.logits_rows`."""
-        chain, rows = self._chain, batch.token_ids.shape[0]
-        if chain is None or batch.max_query_len > 1 or batch.logits_rows is not None or rows > chain.max_batch:
+        """Runs a step; fp32 logits [n, vocab_size] of `batch.logits_rows`. See also `finds_best`."""
+        chain, rows = self._chain_for(batch), batch.token_ids.shape[0]
+        if chain is None:
             return self.logits(self.forward(batch))
         buffers = self._buffers
-        embedded = self._embed(batch)
         logits = buffers.logits[:rows]
         qkv, activated = buffers.qkv[:rows], buffers.activated[:rows]
-        chain.run(
-            *(embedded, lambda index, rows: self._attention(index, rows, batch), qkv, activated, logits), pdl=batch.pdl
-        )
+        chain.run(batch, lambda index, rows: self._attention(index, rows, batch), qkv, activated, logits)
         return logits
+
+    def finds_best(self, batch: ForwardBatch) -> bool:
+        """Whether `scores` fills `batch.greedy.best`, and stores logits only of the rows wanted there."""
+        chain = self._chain_for(batch)
+        return batch.greedy is not None and chain is not None and chain.finds_best
+
+    def _chain_for(self, batch: ForwardBatch) -> DecodeChain | None:
+        chain, rows = self._chain, batch.token_ids.shape[0]
+        if chain is None or batch.max_query_len > 1 or batch.logits_rows is not None or rows > chain.max_batch:
+            return None
+        return chain
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch) -> Tensor:
@@ -197,7 +201,7 @@ class Decoder:
                 k_norm=layer.k_norm,
                 norm_eps=spec.norm_eps,
                 planned=True,
-                pdl=batch.pdl and tokens <= _EARLY_ATTENTION_ROWS,
+                pdl=batch.pdl,
             )
             return attended
         query = buffers.query[:tokens].view(tokens, spec.q_heads, spec.head_dim)

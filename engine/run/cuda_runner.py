@@ -93,6 +93,7 @@ class CudaRunner:
         self._staging = DeviceStaging(_staging_bytes(slots, width, decoder.max_tokens), device)
         # One entry a slot, and one that nothing reads, for rows that sample nothing.
         self._newest = torch.zeros(slots + 1, dtype=torch.int32, device=device)
+        self._best = torch.zeros(slots, dtype=torch.int64, device=device)
         self._tokens = torch.zeros(slots, dtype=torch.int32, device=device)
         self._results = [torch.zeros(slots, dtype=torch.int32, pin_memory=True) for _ in range(_RESULTS)]
         self._turn = 0
@@ -166,7 +167,9 @@ class CudaRunner:
         return score_prompts(self._decoder, plan, self._vocab_size) if plan.scored else {}
 
     def _upload(self, arrays: StepArrays) -> DeviceBatch:
-        return upload(arrays, self._staging, self._kv_pool, self._workspace, self._newest)
+        return upload(
+            *(arrays, self._staging, self._kv_pool, self._workspace, self._newest, self._best, self._vocab_size)
+        )
 
     def _run(self, step: DeviceBatch) -> Tensor:
         """Forward and sampling; gives the logits [n, vocabulary] fp32. All of it can be captured."""
@@ -179,6 +182,7 @@ class CudaRunner:
                 step.sampling,
                 newest=self._newest,
                 targets=step.targets,
+                best=self._best[:count] if self._decoder.finds_best(step.batch) else None,
                 workspace=self._sample_workspace,
                 pdl=step.batch.pdl,
             )
@@ -207,8 +211,8 @@ def profile_largest_step(decoder: Decoder, block_size: int) -> None:
 
 
 def _staging_bytes(max_seqs: int, table_width: int, max_tokens: int) -> int:
-    """Room for the largest step: six words a token, a table row and 14 words a sequence, and alignment."""
-    return 4 * (6 * max_tokens + max_seqs * (table_width + 14)) + 1024
+    """Room for the largest step: six words a token, a table row and 15 words a sequence, and alignment."""
+    return 4 * (6 * max_tokens + max_seqs * (table_width + 15)) + 1024
 
 
 def _scratch_prefill(count: int, tables: BlockTables) -> StepArrays:
@@ -225,6 +229,7 @@ def _scratch_prefill(count: int, tables: BlockTables) -> StepArrays:
         context_lens=np.asarray([count], dtype=np.int32),
         logits_rows=np.asarray([count - 1], dtype=np.int64),
         targets=np.asarray([slots], dtype=np.int64),
+        wanted=np.ones(1, dtype=np.int32),
         sampling=sampling_arrays([], 1),
         prefill_start=np.asarray([0, count], dtype=np.int32),
         num_decodes=0,

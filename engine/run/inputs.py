@@ -21,7 +21,7 @@ HOST_TOKEN = -1  # in `sources`: the token's value is in `token_ids`
 class StepArrays:
     """T tokens of S sequences, as in ForwardBatch. `sources` [T]: the slot whose newest token on the device is this
     one, or HOST_TOKEN. `logits_rows`: None scores every row. `targets`: the slot of each scored row's sequence;
-    `sampling`: its parameters.
+    `wanted`: whether anything but the greedy token is read of its logits; `sampling`: its parameters.
     `prefill_start`: query_start of the sequences behind the first `num_decodes`, counted from their first."""
 
     token_ids: Int32Array
@@ -33,6 +33,7 @@ class StepArrays:
     context_lens: Int32Array
     logits_rows: Int64Array | None
     targets: Int64Array
+    wanted: Int32Array
     sampling: SamplingArrays
     prefill_start: Int32Array
     num_decodes: int
@@ -62,6 +63,7 @@ def prefill_arrays(plan: StepPlan, tables: BlockTables) -> StepArrays:
         context_lens=context_lens,
         logits_rows=(query_start[1:] - 1)[sampled].astype(np.int64),
         targets=rows[sampled].astype(np.int64),
+        wanted=np.ones(int(sampled.sum()), dtype=np.int32),
         sampling=sampling_arrays(plan.sampling, int(sampled.sum()), plan.edited),
         prefill_start=query_start[num_decodes:] - query_start[num_decodes],
         num_decodes=num_decodes,
@@ -95,11 +97,22 @@ def decode_arrays(plan: StepPlan, tables: BlockTables, bucket: int) -> StepArray
         context_lens=context_lens,
         logits_rows=None,
         targets=targets,
+        wanted=_wanted(plan, bucket),
         sampling=sampling_arrays(entries, bucket, plan.edited),
         prefill_start=np.zeros(1, dtype=np.int32),
         num_decodes=bucket,
         max_query_len=1,
     )
+
+
+def _wanted(plan: StepPlan, length: int) -> Int32Array:
+    """Rows that are drawn at random or drawn again, or whose log probabilities are asked for."""
+    wanted = np.zeros(length, dtype=np.int32)
+    for row, entry in enumerate(plan.scheduled):
+        request = entry.sequence.group.request
+        wanted[row] = request.sampling.temperature > 0.0 or request.top_logprobs is not None
+    wanted[list(plan.edited)] = 1
+    return wanted
 
 
 def _tokens(entries: list[ScheduledSequence], length: int) -> tuple[Int32Array, Int32Array]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from engine.kv.block_table import BlockTables
-from engine.model.batch import ForwardBatch
+from engine.model.batch import ForwardBatch, GreedyRows
 from engine.model.decoder import Decoder
 from engine.run.block_moves import BlockMover
 from engine.run.inputs import StepArrays, prefill_arrays
@@ -90,14 +90,19 @@ def upload(
     kv_pool: torch.Tensor,
     workspace: torch.Tensor | None = None,
     newest: torch.Tensor | None = None,
+    best: torch.Tensor | None = None,
+    vocab_size: int = 0,
 ) -> DeviceBatch:
-    """`newest`: the last sampled token of each slot, where `sources` finds tokens that the host does not know yet."""
+    """`newest`: the last sampled token of each slot, where `sources` finds tokens that the host does not know yet.
+    best: int64, zeros for as many rows as a step may score, and `vocab_size` as in GreedyRows."""
     packed: list[Array] = [arrays.token_ids, arrays.sources, arrays.positions, arrays.slots, arrays.block_tables]
     packed += [arrays.query_start, arrays.context_lens, arrays.prefill_start, arrays.targets]
+    packed += [arrays.wanted]
     packed += arrays.sampling.all()
     packed += [] if arrays.logits_rows is None else [arrays.logits_rows]
     tensors = staging.upload(packed)
     token_ids, sources, positions, slots, block_tables, query_start, context_lens, prefill_start, targets = tensors[:9]
+    wanted = tensors[9]
     batch = ForwardBatch(
         token_ids=token_ids,
         positions=positions,
@@ -113,6 +118,7 @@ def upload(
         prefill_start=prefill_start,
         sources=None if newest is None else sources,
         newest=newest,
+        greedy=None if best is None else GreedyRows(best[: len(targets)], wanted, vocab_size),
         pdl=newest is not None,
     )
-    return DeviceBatch(batch, targets, SamplingTensors(*tensors[9:15]))
+    return DeviceBatch(batch, targets, SamplingTensors(*tensors[10:16]))

@@ -90,10 +90,12 @@ def sample_into(
     *,
     newest: Tensor | None = None,
     targets: Tensor | None = None,
+    best: Tensor | None = None,
     workspace: Tensor | None = None,
     pdl: bool = False,
 ) -> None:
-    """tokens [n] int32 of logits [n, vocabulary] fp32; -1 where a row is not finite. newest[targets] gets them too."""
+    """tokens [n] int32 of logits [n, vocabulary] fp32; -1 where a row is not finite. newest[targets] gets them too.
+    best: of greedy rows, what the LM head's kernel has found."""
     ops.sample(
         tokens,
         logits,
@@ -105,6 +107,7 @@ def sample_into(
         positions=sampling.positions,
         newest=newest,
         targets=targets,
+        best=best,
         workspace=workspace,
         pdl=pdl,
     )

@@ -34,14 +34,20 @@ class PagedCase:
     def scale(self) -> float:
         return float(self.query.shape[2] ** -0.5)
 
-    def workspace(self, max_seqs: int | None = None) -> Tensor:
+    def workspace(self, max_seqs: int | None = None, *, fixed: bool = False) -> Tensor:
         _, q_heads, head_dim = self.query.shape
         rows = max_seqs or len(self.contexts)
-        size = ops.paged_attention_workspace_bytes(rows, q_heads, self.pool.shape[3], head_dim)
+        size = ops.paged_attention_workspace_bytes(rows, q_heads, self.pool.shape[3], head_dim, fixed)
         return torch.zeros(size, dtype=torch.uint8, device=DEVICE)
 
     def attend(
-        self, workspace: Tensor, *, least_tokens: int | None = None, planned: bool = False, pdl: bool = False
+        self,
+        workspace: Tensor,
+        *,
+        least_tokens: int | None = None,
+        planned: bool = False,
+        fixed: bool = False,
+        pdl: bool = False,
     ) -> Tensor:
         """The op's output, over a poisoned buffer. least_tokens: plan with it first; planned: that was done before."""
         _, q_heads, head_dim = self.query.shape
@@ -62,6 +68,7 @@ class PagedCase:
             scale=self.scale,
             workspace=workspace,
             planned=planned or least_tokens is not None,
+            fixed=fixed,
             pdl=pdl,
         )
         return out

@@ -68,6 +68,27 @@ def test_the_same_bits_every_time() -> None:
         assert torch.equal(case.attend(workspace), first)
 
 
+@pytest.mark.parametrize("heads", MODELS, ids=str)
+@pytest.mark.parametrize("batch", [1, 4, 33, 64])
+def test_fixed_splits_give_a_sequence_the_same_bits_in_any_company(batch: int, heads: tuple[int, int, int]) -> None:
+    case = paged_case([0, 9000, *ragged(batch, 3000, batch)], heads=heads)
+    workspace = case.workspace(fixed=True)
+    out = case.attend(workspace, fixed=True)
+    assert relative_error(out, case.truth()) < BOUND[torch.bfloat16]
+    assert torch.equal(case.attend(workspace, fixed=True), out)
+    for seq in (1, len(case.contexts) - 1, len(case.contexts) // 2):
+        alone = dataclasses.replace(
+            case,
+            query=case.query[seq : seq + 1],
+            block_tables=case.block_tables[seq : seq + 1].contiguous(),
+            query_start=case.query_start[:2],
+            context_lens=case.context_lens[seq : seq + 1],
+            contexts=case.contexts[seq : seq + 1],
+            query_lens=[1],
+        )
+        assert torch.equal(alone.attend(workspace, fixed=True)[0], out[seq])
+
+
 def test_planned_once_equals_planned_by_the_op() -> None:
     case = paged_case(ragged(17, 2000, 1))
     assert torch.equal(case.attend(case.workspace()), case.attend(case.workspace(), least_tokens=0))

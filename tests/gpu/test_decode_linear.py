@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from engine import _runtime, ops_decode
+from engine import _runtime, ops, ops_decode
 from engine.ops_decode import ResidualStream
 
 pytestmark = pytest.mark.gpu
@@ -112,6 +112,76 @@ def test_head(vocab: int, hidden: int, batch: int, portable: bool) -> None:
     logits = poisoned(batch, vocab, dtype=torch.float32)
     ops_decode.norm_linear(logits, stream, matrix, EPS, portable=portable)
     assert error(logits, normed(stream) @ matrix.double().t()) < rounding(torch.float32)
+
+
+@pytest.mark.parametrize("batch", [1, 9, 31, 64])
+@pytest.mark.parametrize(
+    ("vocab", "used", "hidden"), [(151936, 151665, 1536), (49152, 49152, 576), (151936, 151936, 1024)]
+)
+def test_the_head_finds_what_the_sampler_finds(vocab: int, used: int, hidden: int, batch: int) -> None:
+    """Also among equals, and beside rows that are not finite. Logits are stored of the rows wanted only."""
+    dtype = torch.bfloat16
+    assert ops_decode.head_finds_best(vocab, hidden, dtype)
+    stream, matrix = started(batch, hidden, dtype), weight(vocab, hidden, dtype)
+    for row in (used // 3, used - 1):  # the largest logits of most rows, twice and three times
+        matrix[row] = 40 * normed(stream)[0].to(dtype) / hidden
+        matrix[row // 2] = matrix[row]
+    if used < vocab:
+        matrix[used] = 10 * matrix[used - 1]  # no token
+    if batch > 20:
+        stream.scaled[20, 5] = torch.nan
+        stream.scaled[13, 5] = torch.inf
+    plain = poisoned(batch, vocab, dtype=torch.float32)
+    ops_decode.norm_linear(plain, stream, matrix, EPS)
+    logits = torch.full_like(plain, 7.0)
+    best = torch.zeros(batch, dtype=torch.int64, device="cuda")
+    wanted = (torch.arange(batch, device="cuda") % 3 == 1).int()
+    expected, tokens, newest = (torch.full((batch,), -9, dtype=torch.int32, device="cuda") for _ in range(3))
+    workspace = torch.zeros(ops.sample_workspace_bytes(batch), dtype=torch.uint8, device="cuda")
+    ops.sample(expected, plain[:, :used], workspace=workspace)
+    for _ in range(2):
+        ops_decode.head(logits, stream, matrix, EPS, best=best, wanted=wanted, vocab_size=used, pdl=True)
+        ops.sample(
+            tokens,
+            logits[:, :used],
+            best=best,
+            newest=newest,
+            targets=torch.arange(batch, device="cuda").flip(0),
+            workspace=workspace,
+            pdl=True,
+        )
+        assert torch.equal(tokens, expected)
+        assert torch.equal(newest.flip(0), expected.clamp_min(0))
+        assert not best.any()
+    kept = wanted.bool()
+    assert torch.equal(logits[kept].nan_to_num(), plain[kept].nan_to_num())
+    assert (logits[~kept] == 7.0).all()
+    if batch > 20:
+        assert expected[13] == expected[20] == -1
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("batch", [1, 5, 64])
+def test_begin_equals_embed_start_and_plan(batch: int, dtype: torch.dtype) -> None:
+    hidden, vocab, heads = 1536, 500, (12, 2, 128)
+    table, norm = random(vocab, hidden, dtype=dtype), norm_of(hidden, dtype)
+    token_ids = torch.arange(batch, dtype=torch.int32, device="cuda") * 9 - 2  # ids outside the table, too
+    sources = (torch.arange(batch, dtype=torch.int32, device="cuda") % 3 - 1) * 2
+    newest = torch.arange(3, dtype=torch.int32, device="cuda") + 490
+    lens = torch.randint(0, 3000, (batch,), dtype=torch.int32, device="cuda")
+    size = ops.paged_attention_workspace_bytes(batch, *heads)
+    expected, got = (torch.zeros(size, dtype=torch.uint8, device="cuda") for _ in range(2))
+    embedded = poisoned(batch, hidden, dtype=dtype)
+    ops.embed(embedded, table, token_ids, sources, newest)
+    one, two = new_stream(batch, hidden, dtype), new_stream(batch, hidden, dtype)
+    ops_decode.start(one, embedded, norm)
+    ops.plan_attention(lens, *heads, expected)
+    ops_decode.begin(two, table, token_ids, norm, lens, *heads, got, sources=sources, newest=newest)
+    assert torch.equal(one.residual, two.residual)
+    assert torch.equal(one.scaled, two.scaled)
+    assert torch.equal(one.square_sums, two.square_sums)
+    lens_of_zero = int((lens == 0).sum())
+    assert lens_of_zero > 1 or torch.equal(expected, got)  # several empty sequences are listed in any order
 
 
 @PATHS

@@ -9,6 +9,7 @@ from engine.kv.oracle import OracleBlockAllocator
 from engine.run.inputs import HOST_TOKEN, decode_arrays
 from engine.schedule.plan import ScheduledSequence, StepPlan
 from engine.schedule.sequence import RequestGroup, Sequence
+from engine.types import SamplingParameters
 from tests.schedule.fake_model import request
 
 SIZE, SLOTS, BUCKET = 4, 6, 8
@@ -38,3 +39,24 @@ def test_padded_rows_read_nothing_and_write_to_the_scratch_block() -> None:
     assert arrays.block_tables.shape == (BUCKET, 5)
     assert np.array_equal(arrays.query_start, np.arange(BUCKET + 1))
     assert not arrays.sampling.temperature[3:].any()
+
+
+def test_logits_are_wanted_of_rows_that_somebody_reads() -> None:
+    """Drawn at random, with log probabilities (also none beside the token's), and drawn again after an edit."""
+    tables = BlockTables(OracleBlockAllocator(20), SLOTS, 5, SIZE)
+    greedy, random = SamplingParameters(temperature=0.0), SamplingParameters(temperature=0.7)
+    asked = [
+        request("0", [1], sampling=greedy),
+        request("1", [1], sampling=random),
+        request("2", [1], sampling=greedy, top_logprobs=0),
+        request("3", [1], sampling=greedy),
+        request("4", [1], sampling=greedy),
+    ]
+    scheduled = []
+    for row, one in enumerate(asked):
+        slot = tables.acquire_slot()
+        tables.grow([slot], [1])
+        sequence = Sequence(RequestGroup(one, row, 0.0), 0, 0, [row], 20)
+        scheduled.append(ScheduledSequence(sequence, slot, 0, 1, True))
+    arrays = decode_arrays(StepPlan(1, scheduled, scheduled, edited=[3]), tables, BUCKET)
+    assert arrays.wanted.tolist() == [0, 1, 1, 1, 0, 0, 0, 0]

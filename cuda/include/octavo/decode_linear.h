@@ -3,6 +3,7 @@
 // depends on the weight's shape only: a row's result depends neither on the other rows nor on how many there are.
 #pragma once
 
+#include "octavo/paged_attention.h"
 #include "octavo/tensor.h"
 
 namespace octavo {
@@ -31,6 +32,22 @@ struct DecodeStartArgs {
   Launch launch;
 };
 
+// The first kernel of a step: the embeddings of its tokens, decode_start of them, and the plan of its attention. Lets
+// nothing start before it is done.
+struct DecodeBeginArgs {
+  DecodeStream stream;
+  const void* table;         // [vocab, hidden]; ids outside it give zeros
+  const int32_t* token_ids;  // [batch]
+  const int32_t* sources;    // [batch] or null: >= 0: the id is newest[source], not token_ids'
+  const int32_t* newest;     // [any]
+  const void* norm_weight;   // [hidden], of the first RMSNorm
+  int32_t batch;
+  int32_t vocab;
+  DType dtype;             // of table, norm_weight and stream.scaled
+  PlanAttentionArgs plan;  // its launch is not used
+  Launch launch;
+};
+
 // decode_norm_linear: out = RMSNorm(residual) W^T, for the QKV projection and the LM head.
 // decode_norm_gate_up: out = silu(gate) * up with [gate, up] = RMSNorm(residual) W^T.
 struct DecodeNormLinearArgs {
@@ -43,6 +60,12 @@ struct DecodeNormLinearArgs {
   DType out_dtype;  // dtype, or kFloat32 (decode_norm_linear only)
   DType dtype;      // of weight and stream.scaled
   bool portable;    // the kernel of GPUs before sm_90 on any GPU, for tests; its sums may be in another order
+  // For the LM head in fp32, where decode_head_finds_best; else null. best [batch], zero before: the largest of the
+  // first `vocab` results of each row, packed (octavo/random.h), for `sample`. wanted [batch] or null: rows with 0 are
+  // not stored in `out`.
+  uint64_t* best;
+  const int32_t* wanted;
+  int32_t vocab;
   Launch launch;
 };
 
@@ -63,9 +86,12 @@ namespace gpu {
 // Whether the current device serves this matmul: 16-bit dtype, batch 1 to 64, in_features a multiple of 64,
 // out_features (for kLinearAdd: hidden) of 8, and tiles that fit its shared memory. If not, use another kernel.
 bool decode_linear_supported(DecodeLinear op, int64_t out_features, int64_t in_features, int64_t batch, DType dtype);
+// Whether decode_norm_linear of this shape can give `best`.
+bool decode_head_finds_best(int64_t out_features, int64_t in_features, int64_t batch, DType dtype);
 // The `parts` of DecodeStream::square_sums.
 int32_t decode_square_sum_parts(int32_t hidden);
 void decode_start(const DecodeStartArgs& args);
+void decode_begin(const DecodeBeginArgs& args);
 void decode_norm_linear(const DecodeNormLinearArgs& args);
 void decode_norm_gate_up(const DecodeNormLinearArgs& args);
 void decode_linear_add(const DecodeLinearAddArgs& args);

@@ -26,6 +26,7 @@ struct PagedAttentionArgs {
   void* workspace;  // gpu only: paged_attention_workspace_bytes(...) bytes, zeroed once at allocation
   size_t workspace_bytes;
   bool planned;  // gpu only: plan_attention (decode) or plan_prefill has run for these lengths; else the op runs it
+  bool fixed;    // gpu decode only: as in PlanAttentionArgs, with which it must agree
   Launch launch;
 };
 
@@ -38,6 +39,7 @@ struct PlanAttentionArgs {
   int32_t kv_heads;
   int32_t head_dim;
   int32_t least_tokens;  // of a context that a thread block reads on its own; 0: chosen on the device (else for tests)
+  bool fixed;  // a sequence's bits depend on itself alone, not on its company: slower, and 16 to 32 times the workspace
   void* workspace;
   size_t workspace_bytes;
   Launch launch;
@@ -79,6 +81,7 @@ struct DecodeAttentionArgs {
   void* workspace;  // as in PagedAttentionArgs
   size_t workspace_bytes;
   bool planned;
+  bool fixed;
   Launch launch;
 };
 
@@ -94,7 +97,8 @@ void plan_attention(const PlanAttentionArgs& args);
 void plan_prefill(const PlanPrefillArgs& args);
 void decode_attention(const DecodeAttentionArgs& args);
 // Workspace for any batch up to max_seqs sequences: depends on capacities and the current device only.
-size_t paged_attention_workspace_bytes(int32_t max_seqs, int32_t q_heads, int32_t kv_heads, int32_t head_dim);
+size_t paged_attention_workspace_bytes(int32_t max_seqs, int32_t q_heads, int32_t kv_heads, int32_t head_dim,
+                                       bool fixed);
 }  // namespace gpu
 
 }  // namespace octavo

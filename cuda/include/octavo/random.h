@@ -35,6 +35,12 @@ OCTAVO_BOTH uint32_t ordered_key(float x) {
 
 OCTAVO_BOTH float value_of_key(uint32_t key) { return float_of((key >> 31) != 0 ? key & 0x7fffffffu : ~key); }
 
+// A score and its token id in one integer: the larger score wins, and of equal ones the lower id. 0: no token yet.
+OCTAVO_BOTH uint64_t packed_score(float score, int32_t id) {
+  return static_cast<uint64_t>(ordered_key(score)) << 32 | static_cast<uint32_t>(~id);
+}
+constexpr uint64_t kUnusableScore = ~0ull;  // above every score: a logit is NaN or +inf
+
 struct FourWords {
   uint32_t word[4];
 };

@@ -33,7 +33,9 @@ struct SampleArgs {
   const float* min_p;        // [num_rows], 0: off
   const uint64_t* seeds;     // [num_rows]
   const int32_t* positions;  // [num_rows], index in its sequence of the token to draw
-  void* workspace;           // gpu only: sample_workspace_bytes(max_rows) bytes, zeroed once at allocation
+  uint64_t* best;   // gpu only, [num_rows] or null: what decode_norm_linear found of these logits, which greedy
+                    // rows take instead of reading them; zero again behind the op
+  void* workspace;  // gpu only: sample_workspace_bytes(max_rows) bytes, zeroed once at allocation
   size_t workspace_bytes;
   Launch launch;
 };

@@ -29,8 +29,8 @@ struct KvPool {
 // dependent launch behind the previous kernel of the stream (needs sm_90; ignored elsewhere): the op starts while that
 // kernel still runs, and before waiting for it reads only weights, the step's integers (block tables, lengths,
 // positions, slots, the attention plan) and K and V of earlier steps. So whatever writes those must be done by then:
-// embed, advance and plan_attention never let their successor start early; behind any other writer of them, launch
-// one of these three, or one op without `pdl`.
+// embed, advance, decode_begin and plan_attention never let their successor start early; behind any other writer of
+// them, launch one of these four, or one op without `pdl`.
 struct Launch {
   void* stream = nullptr;
   bool pdl = false;
