@@ -123,6 +123,11 @@ class Decoder:
         chain = self._chain_for(batch)
         return batch.greedy is not None and chain is not None and chain.finds_best
 
+    @property
+    def decodes_fused(self) -> bool:
+        """Whether decode steps run on the fused matmuls, up to their number of rows."""
+        return self._chain is not None
+
     def _chain_for(self, batch: ForwardBatch) -> DecodeChain | None:
         chain, rows = self._chain, batch.token_ids.shape[0]
         if chain is None or batch.max_query_len > 1 or batch.logits_rows is not None or rows > chain.max_batch:

@@ -28,6 +28,12 @@ FAMILIES = [
     ("qwen3", {"head_dim": 80}),
     ("mistral", {"head_dim": 96, "num_attention_heads": 3, "num_key_value_heads": 1, "hidden_size": 96}),
 ]
+# Of shapes that the fused decode step serves: every width a multiple of 64.
+FUSED = [
+    ("llama", {"head_dim": 64, "hidden_size": 128, "intermediate_size": 256}),
+    ("qwen2", {"hidden_size": 256, "num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 128}),
+    ("qwen3", {"head_dim": 128, "hidden_size": 192, "intermediate_size": 192}),
+]
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +86,14 @@ def compare(
 
 
 @pytest.mark.parametrize(("dtype", "gap", "least"), [("float16", 0.1, 0.5), ("bfloat16", 0.8, 0.1)])
-@pytest.mark.parametrize(("family", "overrides"), FAMILIES)
+@pytest.mark.parametrize(("family", "overrides"), FUSED)
+def test_shapes_of_whole_lines_get_the_fused_decode_step(
+    tmp_path: Path, family: str, overrides: dict[str, object]
+) -> None:
+    assert engine(write_tiny_model(tmp_path, family, **overrides)).model.decoder.decodes_fused
+
+
+@pytest.mark.parametrize(("family", "overrides"), FAMILIES + FUSED)
 def test_tokens_equal_the_cpus_up_to_near_ties(
     tmp_path: Path, family: str, overrides: dict[str, object], dtype: str, gap: float, least: float
 ) -> None:
