@@ -24,7 +24,7 @@ MEMCHECKED = test_rows_beyond_the_batch_stay
 SANITIZE = PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --error-exitcode 3 --kernel-name kns=octavo --tool
 SANITIZE_TESTS = $(PY) -m pytest -q -m gpu tests/cuda tests/gpu
 
-.PHONY: help setup build stub proto demo serve test check format bench gpu-test gpu-sanitize gpu-bench
+.PHONY: help setup build stub proto demo serve test check format bench load load-ui gpu-test gpu-sanitize gpu-bench
 
 help: ## This list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  \1\t/' | expand -t 14
@@ -85,6 +85,16 @@ format: setup ## Rewrite Python and C++ files in the project's style
 
 bench: setup ## CPU benchmarks: a table, and build/bench/cpu.json
 	@$(BIN)/python -m tests.bench cpu $(ARGS)
+
+LOAD_SERVE := --max-num-seqs 32 --max-queued-requests 24
+LOAD_OUT = build/load/map-$(shell date +%Y%m%d-%H%M%S)
+
+load: setup ## Where the demo model saturates and how: about 15 minutes, then a page of it
+	@out=$(LOAD_OUT) && $(BIN)/python -m loadtest map --serve "$(LOAD_SERVE)" --out $$out $(ARGS) && \
+	$(BIN)/python -m loadtest report $$out
+
+load-ui: setup ## Locust's web page (port 8089) in front of the demo model
+	@$(BIN)/python -m loadtest ui --serve "$(LOAD_SERVE)" $(ARGS)
 
 gpu-test: ## Tests of the GPU, then those that this machine has the packages for; needs nvcc
 	@$(PY) cuda/build.py --cuda ON --jobs $(JOBS) --quiet

@@ -5,15 +5,17 @@ from __future__ import annotations
 import asyncio
 import shlex
 import sys
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import AsyncExitStack
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, TypeVar
 
 import typer
 from rich.console import Console
 
 from loadtest.fleet import FleetError
-from loadtest.launch import LaunchError
+from loadtest.launch import LaunchError, Service
 from loadtest.mapping import MapOptions, judge, run_map
 from loadtest.matrix import NoSuchFaultError, run_faults
 from loadtest.mix import MIXES, MixError
@@ -27,6 +29,8 @@ from loadtest.session import SessionOptions
 from loadtest.target import TargetError
 
 ERRORS = (TargetError, LaunchError, FleetError, MixError, NoSuchFaultError, ResultError)
+
+Value = TypeVar("Value")
 
 app = typer.Typer(
     rich_markup_mode=None,
@@ -178,6 +182,35 @@ def overhead(
 
 
 @app.command()
+def ui(
+    address: Address = "",
+    model: Model = "demo",
+    serve: Serve = "",
+    port: Annotated[int, typer.Option("--web-port", help="Of the web page.", min=1, max=65535)] = 8089,
+    locust: Annotated[str, typer.Option("--locust", help='More options of locust, as --locust "--mix mixed".')] = "",
+) -> None:
+    """Locust's web page in front of a service; Ctrl-C ends both."""
+    guarded(lambda: run_locust(address, serve_arguments(model, serve), port, shlex.split(locust)))
+
+
+async def run_locust(address: str, arguments: Sequence[str], port: int, options: Sequence[str]) -> None:
+    async with AsyncExitStack() as stack:
+        if not address:
+            address = (await stack.enter_async_context(Service(arguments))).address
+        console.print(f"octavo at {address}; Locust's page: http://localhost:{port}", highlight=False)
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "locust", "-f", str(Path(__file__).with_name("locustfile.py"))),
+            *("--host", address, "--web-host", "127.0.0.1", "--web-port", str(port), *options),
+        )
+        try:
+            await process.wait()  # Ctrl-C in a terminal reaches it, too
+        finally:
+            if process.returncode is None:
+                process.terminate()
+                await process.wait()
+
+
+@app.command()
 def grade(folder: Annotated[Path, typer.Argument(help="A result.")]) -> None:
     """Judges a result again from its raw rows."""
 
@@ -264,10 +297,10 @@ def command() -> list[str]:
     return ["python", "-m", "loadtest", *sys.argv[1:]]
 
 
-def guarded(main: object) -> Result:
+def guarded(main: Callable[[], Coroutine[Any, Any, Value]]) -> Value:
     """Runs a coroutine function. What a person can put right is one line and exit code 2."""
     try:
-        result: Result = asyncio.run(main())  # type: ignore[operator]
+        result = asyncio.run(main())
     except ERRORS as error:
         typer.echo(f"loadtest: {error}", err=True)
         raise typer.Exit(2) from None

@@ -11,6 +11,7 @@ from loadtest.records import LevelClass, Limits, Measures, Phase, Verdict
 KEEPS_UP = 0.98  # completions over arrivals
 ERRORS = 0.001  # of arrivals
 COLLAPSE = 0.8  # of the best at a lower rate
+FELT = 0.1  # of the mean TTFT, over a window
 SILENCE = 5.0  # seconds without a sign of life while something was in flight
 LATENESS = 0.005  # seconds; or LATENESS_SHARE of the mean gap, whichever is more
 LATENESS_SHARE = 0.01
@@ -117,7 +118,11 @@ def _answered_share(measures: Measures) -> float:
 
 
 def _rises(measures: Measures) -> bool:
-    return measures.ttft_slope is not None and measures.ttft_slope.low > 0
+    """Surely, and by as much as can be felt."""
+    trend, ttft = measures.ttft_slope, measures.ttft
+    if trend is None or ttft is None:
+        return False
+    return trend.low > 0 and trend.value * measures.seconds > FELT * ttft.mean.value
 
 
 def _shares(measures: Measures) -> str:

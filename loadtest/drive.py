@@ -10,6 +10,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 from grpc import aio
 
 from loadtest.arrivals import flat, times
@@ -23,6 +24,7 @@ from loadtest.records import Arrival, Level, Phase
 from loadtest.result import Result
 from loadtest.target import probe, until_recovered
 from loadtest.telemetry import Telemetry
+from loadtest.thermal import ThermalGate
 
 LEAD = 0.3  # seconds for an order to reach every client
 CLOSED_RATE = 2000  # requests/s that a closed loop is given entries for
@@ -57,6 +59,7 @@ class ServiceDriver:
     cap: int = 20_000
     next_level: int = 0
     floor: float | None = None
+    gate: ThermalGate = field(default_factory=ThermalGate)
     interrupted: bool = field(default=False, init=False)
 
     async def run(self, plan: LevelPlan, stage: Stage | None = None) -> LevelRows:
@@ -64,6 +67,7 @@ class ServiceDriver:
         stage = stage or Stage()
         if self.floor is None:
             self.floor = await idle_floor(self.address, self.vocabulary)
+        cooled = await self.gate.cool()
         index, self.next_level = self.next_level, self.next_level + 1
         arrivals = schedule_of(plan, self.mix)
         begin = time.monotonic() + LEAD
@@ -85,7 +89,10 @@ class ServiceDriver:
                 await beside
             finally:
                 beside.cancel()
+        self.gate.note(telemetry.rows)
         level = self._level(plan, order, schedule, played, recovery)
+        if cooled >= 1.0:
+            level = msgspec.structs.replace(level, parameters={**level.parameters, "cooled_seconds": round(cooled, 1)})
         rows = sorted((row for part in played for row in part.rows), key=lambda row: row.intended)
         self.result.append_level(level, rows, telemetry.rows)
         if self.interrupted:

@@ -210,18 +210,19 @@ def slow_reader(index: int) -> Manner:
 
 RESTART = ("--restart-engine",)
 FAULTS = (
-    Fault(name="engine-killed", flags=RESTART, happen=kill_engine, allowed=LOST_ENGINE, recovers=30.0),
+    Fault(name="engine-killed", flags=RESTART, happen=kill_engine, allowed=LOST_ENGINE, recovers=60.0),
     Fault(
         name="engine-frozen",
         flags=(*RESTART, "--hang-timeout", "3", "--heartbeat-timeout", "1"),
         happen=freeze_engine,
         allowed=LOST_ENGINE,
-        recovers=40.0,
+        recovers=60.0,
     ),
     Fault(
         name="sigterm",
         happen=terminate,
-        allowed=frozenset({"DRAINING", "DRAIN_TIMEOUT", "UNAVAILABLE"}),
+        # CANCELLED: what gRPC's core answers to a call that reaches a server just as it closes.
+        allowed=frozenset({"DRAINING", "DRAIN_TIMEOUT", "UNAVAILABLE", "CANCELLED"}),
         ends=True,
         recovers=None,
     ),
@@ -235,6 +236,6 @@ FAULTS = (
         change=every(3, lambda index: Manner(timeout=DEADLINES[index % len(DEADLINES)], kind="deadline")),
         allowed_of={"deadline": LATE},
     ),
-    Fault(name="clients-killed", happen=kill_clients),
-    Fault(name="clients-frozen", happen=freeze_clients, recovers=10.0),
+    Fault(name="clients-killed", happen=kill_clients, allowed=OVERLOAD),
+    Fault(name="clients-frozen", happen=freeze_clients, allowed=OVERLOAD, recovers=10.0),
 )

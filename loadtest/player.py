@@ -10,7 +10,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, Literal
 
 import grpc
 import msgspec
@@ -365,9 +365,11 @@ class Player:
     async def _closed_loop(self, order: Order) -> None:
         await self._aborted_within(order.begin - time.monotonic())
         supply = iter(order.entries)
-        await asyncio.gather(*(self._user(order, supply) for _ in range(order.concurrency or 0)))
+        aborted = asyncio.create_task(self._abort.wait())
+        await asyncio.gather(*(self._user(order, supply, aborted) for _ in range(order.concurrency or 0)))
+        aborted.cancel()
 
-    async def _user(self, order: Order, supply: Iterator[Entry]) -> None:
+    async def _user(self, order: Order, supply: Iterator[Entry], aborted: asyncio.Task[Literal[True]]) -> None:
         while (now := time.monotonic()) < order.stop and not self._abort.is_set():
             planned = next(supply, None)
             if planned is None:
@@ -377,7 +379,8 @@ class Player:
             track = Track(self, entry, order.level)
             self._tracks.append(track)
             task = self._spawn(track, start)
-            await asyncio.wait([task], timeout=max(0.0, order.cut - time.monotonic()))
+            left = max(0.0, order.cut - time.monotonic())
+            await asyncio.wait([task, aborted], timeout=left, return_when=asyncio.FIRST_COMPLETED)
             if track.outcome in (Outcome.REFUSED, Outcome.FAILED):
                 await self._aborted_within(0.05)  # a closed loop does not turn into a storm
 

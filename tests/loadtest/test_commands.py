@@ -1,0 +1,130 @@
+"""`python -m loadtest` as a person runs it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from loadtest.launch import LaunchError, Service
+from loadtest.records import LevelClass, Outcome, Phase, Regime
+from loadtest.result import Result
+from loadtest.tiny_model import write_tiny_model
+from tests.loadtest.known_server import Behaviour
+from tests.loadtest.playing import known_service
+from tests.service.process import ROOT, run_command
+
+STEP = Behaviour(mode="step", base=0.02, seats=4, queue=8)
+
+
+async def loadtest(*arguments: str | Path, seconds: float = 100.0) -> tuple[int, str, str]:
+    return await run_command(sys.executable, "-m", "loadtest", *arguments, seconds=seconds, env={"COLUMNS": "200"})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (("map", "--address", "127.0.0.1:9", "--out", "{out}"), "127.0.0.1:9"),
+        (("map", "--mix", "nothing", "--out", "{out}"), "no mix 'nothing'"),
+        (("faults", "nothing", "--out", "{out}"), "no fault 'nothing'"),
+        (("grade", "{out}"), "no run.json"),
+        (("map", "--model", "/no/such/model", "--out", "{out}"), "exit code 2"),
+    ],
+)
+async def test_what_a_person_can_put_right_is_one_line(
+    tmp_path: Path, arguments: tuple[str, ...], problem: str
+) -> None:
+    code, _, err = await loadtest(*(word.format(out=tmp_path / "r") for word in arguments))
+    assert code == 2, err
+    assert problem in err
+    assert len(err.strip().splitlines()) == 1
+
+
+@pytest.mark.slow
+async def test_ctrl_c_keeps_what_was_measured(tmp_path: Path) -> None:
+    async with known_service(STEP) as service:
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "loadtest", "map", "--address", service.address, "--pid", str(service.pid)),
+            *("--mix", "short", "--window", "3", "--warm-up", "1", "--out", str(tmp_path)),
+            cwd=ROOT,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            env={**os.environ, "COLUMNS": "200"},
+        )
+        async with asyncio.timeout(40.0):
+            while not (tmp_path / "levels.jsonl").exists() or len(Result.open(tmp_path).levels) < 2:
+                await asyncio.sleep(0.1)
+        await asyncio.sleep(0.8)
+        process.send_signal(signal.SIGINT)
+        out, err = await asyncio.wait_for(process.communicate(), 30.0)
+    assert process.returncode == 0, err
+    result = Result.open(tmp_path)
+    assert not result.summary.complete
+    assert result.summary.notes == ["interrupted"]
+    assert "note: interrupted" in out.decode()
+    levels = result.levels
+    assert [level.interrupted for level in levels] == [False] * (len(levels) - 1) + [True]
+    cut = [row for row in result.requests if row.level == levels[-1].index]
+    assert any(row.outcome is Outcome.CENSORED for row in cut)
+    assert result.verdicts[-1].level_class is LevelClass.VOID
+    code, again, _ = await loadtest("grade", tmp_path)
+    assert code == 0
+    assert "note: interrupted" in again
+
+
+async def test_a_service_that_does_not_come_up_says_why() -> None:
+    with pytest.raises(LaunchError, match="exit code 2"):
+        async with Service(["--model", "/no/such/model"]):
+            pass
+
+
+def tiny(tmp_path: Path) -> tuple[str, ...]:
+    model = write_tiny_model(tmp_path / "tiny")
+    return ("--model", str(model), "--serve", "--load-format dummy --max-num-seqs 8 --max-queued-requests 16")
+
+
+@pytest.mark.slow
+async def test_faults_of_a_real_service(tmp_path: Path) -> None:
+    """Each against a fresh service of a tiny model: nothing that must hold is broken."""
+    out = tmp_path / "result"
+    names = ("engine-killed", "sigterm", "cancel-storm", "deadlines")
+    code, text, err = await loadtest(
+        "faults", *names, *tiny(tmp_path), "--mix", "short", "--rate", "20", "--seconds", "4", "--out", out, seconds=200
+    )
+    cells = Result.open(out).faults
+    assert {cell.fault for cell in cells} == set(names), err
+    assert not [cell for cell in cells if cell.broken], text
+    assert code == 0
+    by_name = {(cell.fault, cell.kind): cell for cell in cells}
+    killed = by_name["engine-killed", "short"]
+    assert killed.outcomes.get("ENGINE_STARTING", 0) + killed.outcomes.get("ENGINE_DIED", 0) > 0
+    assert killed.recovery is not None
+    assert killed.level_class is LevelClass.CRASHED
+    assert by_name["sigterm", "short"].outcomes.keys() & {"DRAINING", "UNAVAILABLE"}
+    assert by_name["cancel-storm", "cancelling"].outcomes["cancelled"] > 0
+    assert by_name["deadlines", "deadline"].outcomes.keys() & {"DEADLINE_EXCEEDED", "DEADLINE_UNATTAINABLE"}
+
+
+@pytest.mark.slow
+async def test_the_overhead_around_a_tiny_model(tmp_path: Path) -> None:
+    out = tmp_path / "result"
+    code, _, err = await loadtest(
+        "overhead", "--seconds", "1", "--serve", "--max-num-seqs 64", "--out", out, seconds=200
+    )
+    assert code == 0, err
+    result = Result.open(out)
+    rows = result.overhead
+    assert len({row.level for row in rows}) == 7
+    assert all(row.counts_match for row in rows)
+    assert {level.phase for level in result.levels} == {Phase.OVERHEAD}
+    first = rows[0]
+    assert first.regime is Regime.SATURATED
+    for figure in (first.frontend_us_per_token, first.engine_us_per_token, first.client_us_per_token, first.per_gb):
+        assert figure > 0.0
+    assert first.pss > 50_000_000
+    assert json.loads((out / "summary.json").read_text())["complete"] is True
