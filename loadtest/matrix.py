@@ -11,14 +11,14 @@ from typing import Any
 
 from grpc import aio
 
-from loadtest.classify import grade
+from loadtest.classify import classify
 from loadtest.drive import ServiceDriver
 from loadtest.ending import CHANNEL_OPTIONS
 from loadtest.faults import FAULTS, Fault, Scene
 from loadtest.fleet import FleetError
 from loadtest.launch import LaunchError
 from loadtest.mapping import judge
-from loadtest.measure import LevelRows, distribution
+from loadtest.measure import LevelRows, distribution, measure
 from loadtest.mix import mix_of
 from loadtest.plan import LevelPlan
 from loadtest.progress import RunProgress
@@ -173,7 +173,7 @@ def cells_of(
     rows: defaultdict[str, list[RequestRow]] = defaultdict(list)
     for row in part.rows:
         rows[row.kind].append(row)
-    level_class = grade([part], limits).level_class
+    level_class, _ = classify(measure([part], limits))
     return [
         cell_of(fault, kind, rows[kind], part, {**shared, **judged(fault, kind, rows[kind])}, recovery, level_class)
         for kind in sorted(rows)

@@ -26,6 +26,8 @@ from loadtest.records import (
 
 Floats = NDArray[np.float64]
 BATCHES = 10
+LITTLE = {"requests_running", "requests_waiting", "request_seconds_sum"}
+LEAST_SAMPLES = 5
 # Student's t, two-sided 95 %, by degrees of freedom (index 0: 1).
 STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
 
@@ -172,6 +174,16 @@ class LevelRows:
         return abs(self.in_flight - whole / self.seconds) / self.in_flight if self.in_flight > 0 else None
 
     @cached_property
+    def server_little(self) -> float | None:
+        """The same inside the service, by its own gauges (a sample a second) and its own request times."""
+        seen = [row for row in self.telemetry if self.begin <= row.at < self.end and row.metrics.keys() >= LITTLE]
+        if len(seen) < LEAST_SAMPLES:
+            return None
+        load = sum(row.metrics["requests_running"] + row.metrics["requests_waiting"] for row in seen) / len(seen)
+        spent = seen[-1].metrics["request_seconds_sum"] - seen[0].metrics["request_seconds_sum"]
+        return abs(load - spent / (seen[-1].at - seen[0].at)) / load if load > 0 else None
+
+    @cached_property
     def drain(self) -> float | None:
         """Seconds from the end of arrivals until nothing was in flight; None if it was cut off."""
         if any(row.outcome is Outcome.CENSORED for row in self.rows):
@@ -217,6 +229,7 @@ def measure(parts: Sequence[LevelRows], limits: Limits) -> Measures:
         in_flight=sum(part.in_flight * part.seconds for part in parts) / seconds,
         in_flight_slope=pooled_slope([part.in_flight_slope for part in parts]),
         ttft_slope=pooled_slope([part.ttft_slope for part in parts]),
+        server_little_gap=max((part.server_little for part in parts if part.server_little is not None), default=None),
         little_gap=max((gap for gap in gaps if gap is not None), default=None),
         ttft=_times(accepted, lambda row: row.ttft, lambda row: row.intended),
         service_ttft=_times(accepted, lambda row: row.service_ttft, lambda row: row.sent),

@@ -360,9 +360,10 @@ class Slope(Record, frozen=True, kw_only=True):
 
 class Measures(Record, frozen=True, kw_only=True):
     """What a level shows in its window; rates a second. `offered`: arrivals that the schedule had. `goodput`: completed
-    requests within the limits. `little_gap`: |L - lambda W| / L. `in_flight`: time average.
-    `drain`: seconds from the end of arrivals until nothing was in flight; None if it was cut off. `recovery`: until a
-    probe's first token came within 1.2 of the floor. `reasons`: of what did not complete."""
+    requests within the limits. `in_flight`: time average. `little_gap`: |L - lambda W| / L, of the clients;
+    `server_little_gap`: inside the service, from its own figures, sampled once a second. `drain`: seconds from the end
+    of arrivals until nothing was in flight; None if it was cut off. `recovery`: until a probe's first token came within
+    1.2 of the floor. `reasons`: of what did not complete."""
 
     seconds: float
     arrivals: int
@@ -380,6 +381,7 @@ class Measures(Record, frozen=True, kw_only=True):
     in_flight_slope: Slope | None = None
     ttft_slope: Slope | None = None
     little_gap: float | None = None
+    server_little_gap: float | None = None
     ttft: Distribution | None = None
     service_ttft: Distribution | None = None
     tpot: Distribution | None = None

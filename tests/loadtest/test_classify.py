@@ -211,6 +211,24 @@ def test_littles_law_finds_lost_ends() -> None:
     assert (measure([lost], LIMITS).little_gap or 0.0) > 0.5
 
 
+def test_littles_law_inside_the_service() -> None:
+    """Ten requests/s of half a second each: five in flight."""
+
+    def telemetry(in_flight: float) -> list[TelemetryRow]:
+        return [
+            TelemetryRow(
+                at=float(at),
+                level=0,
+                metrics={"requests_running": in_flight, "requests_waiting": 1.0, "request_seconds_sum": 5.0 * at},
+            )
+            for at in range(int(SECONDS))
+        ]
+
+    assert measure([part_of(completed, telemetry(4.0))], LIMITS).server_little_gap == pytest.approx(0.0, abs=1e-9)
+    assert measure([part_of(completed, telemetry(9.0))], LIMITS).server_little_gap == pytest.approx(0.5)
+    assert measure([part_of(completed)], LIMITS).server_little_gap is None
+
+
 def test_a_group_pools_its_levels() -> None:
     first = part_of(completed)
     second = part_of(lambda index: completed(index, ttft=0.3))
