@@ -156,6 +156,7 @@ def overhead(
     ] = Transport.MULTIPLEXED,
     streams: Annotated[int, typer.Option("--streams", help="Streams of each client, multiplexed.", min=1)] = 8,
     seconds: Annotated[float, typer.Option("--seconds", help="Measured seconds of a level.", min=1.0)] = 10.0,
+    warm_up: Annotated[float, typer.Option("--warm-up", help="Seconds before them.", min=0.0)] = 2.0,
 ) -> None:
     """What the service costs around the forward pass, with a tiny model of fixed weights."""
     options = SessionOptions(
@@ -175,7 +176,7 @@ def overhead(
 
     async def main() -> Result:
         async with RunProgress(console) as progress:
-            return await run_overhead(options, seconds, progress)
+            return await run_overhead(options, seconds, warm_up, progress)
 
     result = guarded(main)
     console.print(f"result: {result.folder}", highlight=False)

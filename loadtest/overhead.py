@@ -27,13 +27,13 @@ PROMPT, OUTPUT = 16, 64
 MIX = {"short": RequestClass(Form.TOKENS, (PROMPT, PROMPT), (OUTPUT, OUTPUT))}
 SHARES = (0.25, 0.5, 0.75, 0.9, 1.1, 1.5)
 CONCURRENCY = 128  # of the calibration
-WARM_UP = 2.0
 KEEPS_UP = 0.98
 SETTLE = 0.5  # seconds for the service's counters to be told
 
 
-async def run_overhead(options: SessionOptions, seconds: float, progress: RunProgress) -> Result:
-    """seconds: of each level's window. Raises as `session`. Without an address, the tiny model is served."""
+async def run_overhead(options: SessionOptions, seconds: float, warm_up: float, progress: RunProgress) -> Result:
+    """seconds: of each level's window, after `warm_up`. Raises as `session`. Without an address, the tiny model is
+    served."""
     machine = await machine_of()
     with tempfile.TemporaryDirectory() as folder:
         if not options.address:
@@ -45,7 +45,7 @@ async def run_overhead(options: SessionOptions, seconds: float, progress: RunPro
             notes: list[str] = []
             rows: list[OverheadRow] = []
             try:
-                await until_interrupted(measure_all(opened.driver, seconds, options.seed, rows, progress))
+                await until_interrupted(measure_all(opened.driver, seconds, warm_up, options.seed, rows, progress))
             except asyncio.CancelledError:
                 notes.append("interrupted")
             except FleetError as error:
@@ -58,7 +58,7 @@ async def run_overhead(options: SessionOptions, seconds: float, progress: RunPro
 
 
 async def measure_all(
-    driver: ServiceDriver, seconds: float, seed: int, rows: list[OverheadRow], progress: RunProgress
+    driver: ServiceDriver, seconds: float, warm_up: float, seed: int, rows: list[OverheadRow], progress: RunProgress
 ) -> None:
     """Fills `rows`: closed loop for the bound, then open-loop levels at shares of it."""
 
@@ -67,7 +67,7 @@ async def measure_all(
             phase=Phase.OVERHEAD,
             rate=rate,
             concurrency=CONCURRENCY if rate is None else None,
-            warm_up=WARM_UP,
+            warm_up=warm_up,
             window=seconds,
             drain_limit=60.0,
             seed=seed * 1000 + index,
@@ -75,7 +75,7 @@ async def measure_all(
         )
 
     async def run(index: int, rate: float | None) -> LevelRows:
-        ahead = [WARM_UP + seconds + 2.0] * (len(SHARES) - index)
+        ahead = [warm_up + seconds + 2.0] * (len(SHARES) - index)
         progress.on_plan(plan(index, rate), ahead)
         before = counted(driver)
         part = await driver.run(plan(index, rate))

@@ -221,7 +221,9 @@ class Search:
         beyond = (len(settings.multiples) + 1) * (settings.warm_up + settings.beyond + settings.drain_limit / 2)
         if self.clock() + seconds + beyond <= settings.budget:
             return True
-        self.notes.append(f"{what}: the budget of {settings.budget:.0f} s was spent")
+        note = f"{what}: the budget of {settings.budget:.0f} s was spent"
+        if note not in self.notes:
+            self.notes.append(note)
         return False
 
     def _expected(self, phase: Phase) -> list[float]:

@@ -92,7 +92,7 @@ def tiny(tmp_path: Path) -> tuple[str, ...]:
 async def test_faults_of_a_real_service(tmp_path: Path) -> None:
     """Each against a fresh service of a tiny model: nothing that must hold is broken."""
     out = tmp_path / "result"
-    names = ("engine-killed", "sigterm", "cancel-storm", "deadlines")
+    names = ("engine-killed", "sigterm", "cancel-storm")
     code, text, err = await loadtest(
         "faults", *names, *tiny(tmp_path), "--mix", "short", "--rate", "20", "--seconds", "4", "--out", out, seconds=200
     )
@@ -107,14 +107,13 @@ async def test_faults_of_a_real_service(tmp_path: Path) -> None:
     assert killed.level_class is LevelClass.CRASHED
     assert by_name["sigterm", "short"].outcomes.keys() & {"DRAINING", "UNAVAILABLE"}
     assert by_name["cancel-storm", "cancelling"].outcomes["cancelled"] > 0
-    assert by_name["deadlines", "deadline"].outcomes.keys() & {"DEADLINE_EXCEEDED", "DEADLINE_UNATTAINABLE"}
 
 
 @pytest.mark.slow
 async def test_the_overhead_around_a_tiny_model(tmp_path: Path) -> None:
     out = tmp_path / "result"
     code, _, err = await loadtest(
-        "overhead", "--seconds", "1", "--serve", "--max-num-seqs 64", "--out", out, seconds=200
+        "overhead", "--seconds", "1", "--warm-up", "0.2", "--serve", "--max-num-seqs 64", "--out", out, seconds=200
     )
     assert code == 0, err
     result = Result.open(out)

@@ -154,7 +154,7 @@ async def test_the_known_knee_of_a_real_server_is_inside_the_interval(tmp_path: 
     behaviour = Behaviour(mode="step", base=0.04, seats=12)
     mix = {"short": replace(SHORT, output=(4, 4))}
     settings = Settings(
-        calibrate=1.0, warm_up=0.8, window=3.0, ladder=(0.7, 1.1), repeats=1, width=0.08, knee_width=0.2
+        calibrate=0.8, warm_up=0.6, window=2.5, ladder=(0.7, 1.1), repeats=1, width=0.08, knee_width=0.2
     )
     async with AsyncExitStack() as stack:
         service = await stack.enter_async_context(known_service(behaviour))
