@@ -94,7 +94,8 @@ class ServiceDriver:
         if cooled >= 1.0:
             level = msgspec.structs.replace(level, parameters={**level.parameters, "cooled_seconds": round(cooled, 1)})
         rows = sorted((row for part in played for row in part.rows), key=lambda row: row.intended)
-        self.result.append_level(level, rows, telemetry.rows)
+        if level.window_end > level.window_start:  # else it was interrupted before there was anything to judge
+            self.result.append_level(level, rows, telemetry.rows)
         if self.interrupted:
             raise asyncio.CancelledError
         return LevelRows(level, rows, telemetry.rows)

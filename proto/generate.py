@@ -16,11 +16,14 @@ from grpc_tools import protoc
 ROOT = Path(__file__).resolve().parent
 THIRD_PARTY = ROOT / "third_party"
 OUTPUTS = ("python", "grpc_python", "mypy", "mypy_grpc")
+PACKAGES = ("octavo", "xds")
 GENERATED = ("*_pb2.py", "*_pb2.pyi", "*_pb2_grpc.py", "*_pb2_grpc.pyi")
 
 
 def sources() -> list[Path]:
-    return sorted((ROOT / "octavo").rglob("*.proto"))
+    """Ours, and ORCA's: the package that carries ORCA's messages carries OpenTelemetry's too, in a version that breaks
+    the exporter's own."""
+    return sorted([*(ROOT / "octavo").rglob("*.proto"), *(THIRD_PARTY / "xds").rglob("*.proto")])
 
 
 def generate(target: Path) -> None:
@@ -28,7 +31,7 @@ def generate(target: Path) -> None:
     # protoc looks for its plugins on PATH; this interpreter's environment has them even when it is not activated.
     os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     well_known = Path(protoc.__file__).parent / "_proto"
-    includes = [f"-I{path}" for path in (ROOT, THIRD_PARTY, well_known)]
+    includes = [f"-I{path}" for path in (THIRD_PARTY, ROOT, well_known)]  # the first that holds a file names it
     outputs = [f"--{name}_out={target}" for name in OUTPUTS]
     code = protoc.main(["protoc", *includes, *outputs, *(str(path) for path in sources())])
     if code != 0:
@@ -36,7 +39,7 @@ def generate(target: Path) -> None:
 
 
 def generated_files(root: Path) -> dict[Path, bytes]:
-    files = (path for pattern in GENERATED for path in (root / "octavo").rglob(pattern))
+    files = (path for pattern in GENERATED for package in PACKAGES for path in (root / package).rglob(pattern))
     return {path.relative_to(root): path.read_bytes() for path in files}
 
 

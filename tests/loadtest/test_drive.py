@@ -1,0 +1,55 @@
+"""What is kept of a level that was cut off."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from loadtest import drive
+from loadtest.drive import ServiceDriver
+from loadtest.fleet import Interrupted
+from loadtest.mapping import judge
+from loadtest.mix import SHORT
+from loadtest.orders import Order
+from loadtest.plan import LevelPlan
+from loadtest.records import Phase
+from loadtest.result import Result
+from tests.loadtest.synthetic import run_record
+
+
+class InterruptedFleet:
+    """Its levels end by Ctrl-C `seconds` after they began."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+
+    async def play(self, order: Order) -> Any:
+        await asyncio.sleep(max(0.0, order.begin + self._seconds - time.monotonic()))
+        raise Interrupted([])
+
+
+@pytest.mark.parametrize(("seconds", "kept"), [(0.05, 0), (0.4, 1)])
+async def test_a_level_interrupted_before_its_window_is_no_level(
+    seconds: float, kept: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @asynccontextmanager
+    async def no_telemetry(*_: object) -> AsyncIterator[SimpleNamespace]:
+        yield SimpleNamespace(rows=[])
+
+    monkeypatch.setattr(drive, "Telemetry", no_telemetry)
+    result = Result.create(tmp_path / "result", run_record())
+    fleet: Any = InterruptedFleet(seconds)
+    driver = ServiceDriver(fleet, result, {"short": SHORT}, "nowhere:1", [1], time.monotonic(), floor=0.1)
+    plan = LevelPlan(phase=Phase.LADDER, warm_up=0.2, window=1.0, drain_limit=0.1, seed=1, rate=5.0)
+    with pytest.raises(asyncio.CancelledError):
+        await driver.run(plan)
+    assert len(result.levels) == kept
+    summary = judge(result, complete=False, notes=["interrupted"], extra={"minutes": 0.0})
+    assert summary.notes == ["interrupted"]
