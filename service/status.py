@@ -26,6 +26,7 @@ NEVER_RETRY = -1
 # Not 0: a gRPC C-core client (1.84) that is told to retry after 0 ms never does, and waits for its deadline.
 RETRY_AT_ONCE = 1
 ABORT_SECONDS = 5.0
+MOST_ECHOED = 200  # letters of a client's own name that are told back
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,13 +81,19 @@ def malformed() -> Failure:
     return Failure(grpc.StatusCode.INVALID_ARGUMENT, "MALFORMED_MESSAGE", "the bytes are no message of this method")
 
 
+def clipped(name: str) -> str:
+    """A client's own name, short enough to be told back: gRPC's clients drop statuses of more than 8 KiB, in which it
+    stands three times and a letter may take nine bytes."""
+    return name if len(name) <= MOST_ECHOED else name[:MOST_ECHOED] + "..."
+
+
 def unknown_model(asked: str, served: str) -> Failure:
     return Failure(
         grpc.StatusCode.NOT_FOUND,
         "MODEL_NOT_FOUND",
-        f"model {asked!r} is not served here; this replica serves {served!r}",
+        f"model {clipped(asked)!r} is not served here; this replica serves {served!r}",
         metadata={"served_model": served},
-        resource=("octavo.v1.Model", asked),
+        resource=("octavo.v1.Model", clipped(asked)),
     )
 
 
@@ -228,8 +235,8 @@ def unknown_service(name: str) -> Failure:
     return Failure(
         grpc.StatusCode.NOT_FOUND,
         "SERVICE_UNKNOWN",
-        f"no service {name!r} here",
-        resource=("grpc.health.v1.Service", name),
+        f"no service {clipped(name)!r} here",
+        resource=("grpc.health.v1.Service", clipped(name)),
     )
 
 

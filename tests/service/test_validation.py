@@ -9,6 +9,8 @@ import grpc
 import pytest
 from google.protobuf.duration_pb2 import Duration
 from google.rpc import error_details_pb2
+from grpc import aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from engine import FailureKind, Grammar, GrammarKind, SamplingParameters
 from octavo.v1 import capacity_pb2, tokenization_pb2
@@ -215,6 +217,18 @@ async def test_aliases_are_names_of_the_model_everywhere() -> None:
             await served.capacity.GetCapacity(capacity_pb2.GetCapacityRequest(model=name), timeout=5)
             await served.tokenization.Tokenize(tokenization_pb2.TokenizeRequest(model=name, text="a"), timeout=5)
         assert (await refusal(served, start(model="other"))).reason == "MODEL_NOT_FOUND"
+
+
+@pytest.mark.parametrize("letter", ["x", "\u00e9"])
+async def test_a_long_unknown_name_is_not_told_back_whole(served: Running, letter: str) -> None:
+    """A status of more than 8 KiB is dropped by clients, who then see RESOURCE_EXHAUSTED and may try again."""
+    refused = await refusal(served, start(model=letter * 5000))
+    assert (refused.code, refused.reason) == (grpc.StatusCode.NOT_FOUND, "MODEL_NOT_FOUND")
+    with pytest.raises(aio.AioRpcError) as error:
+        await health_pb2_grpc.HealthStub(served.channel).Check(
+            health_pb2.HealthCheckRequest(service=letter * 5000), timeout=5
+        )
+    assert error.value.code() == grpc.StatusCode.NOT_FOUND
 
 
 @pytest.mark.parametrize(("length", "tokens"), [(254, 2), (255, 1)])
