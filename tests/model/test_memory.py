@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -60,8 +61,10 @@ def write_checkpoint(path: Path, dtype: torch.dtype, layers: int) -> int:
 
 
 def measure(small: str, model: str, dtype: str) -> dict[str, int]:
+    # Left to itself, glibc keeps freed tensors for later ones, half a model and more, or not, as its threads ran.
+    given_back = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}
     command = [sys.executable, "-c", MEASURE, small, model, dtype]
-    result = subprocess.run(command, capture_output=True, text=True, check=True)
+    result = subprocess.run(command, capture_output=True, text=True, check=True, env=given_back)
     figures: dict[str, int] = json.loads(result.stdout.splitlines()[-1])
     return figures
 
@@ -73,8 +76,8 @@ def test_loading_never_holds_a_model_twice(stored: torch.dtype, served: str, tmp
     size = write_checkpoint(tmp_path / "model", stored, 5)
     weights = size * (4 if served == "float32" else 2) // stored.itemsize
     figures = measure(str(tmp_path / "small"), str(tmp_path / "model"), served)
-    assert 0.9 * weights < figures["kept"] < 1.5 * weights  # what the allocator keeps for itself varies by some 30 MB
-    assert figures["peak"] < 2 * weights
+    assert 0.9 * weights < figures["kept"] < 1.2 * weights
+    assert figures["peak"] < 1.5 * weights
 
 
 @pytest.mark.slow
