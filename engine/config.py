@@ -40,7 +40,10 @@ class PreemptionMode(enum.StrEnum):
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """model: "demo", a Hugging Face directory or a .gguf file. dtype: "auto" (fp32 on CPU, bf16 on CUDA), "float32",
     "bfloat16", "float16". kv_cache_tokens None: derived (CUDA: what `gpu_memory_utilization` leaves; CPU: enough for
-    `max_num_seqs` of 2048 tokens, at most 1 GiB). max_num_batched_tokens: token budget of one step."""
+    `max_num_seqs` of 2048 tokens, at most 1 GiB). max_num_batched_tokens: token budget of one step. batch_invariant: a
+    request's tokens and log probabilities are the same, to the bit, whatever runs beside it, whether it was preempted
+    and however large the pool is, among engines that agree in model, device and every other option of steps: nothing
+    is shared between requests, and prompts are computed one at a time."""
 
     model: str = "demo"
     served_model_name: str = ""
@@ -61,6 +64,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_queued_requests: int = 1024
     max_queued_tokens: int = 1_048_576
     enforce_eager: bool = False
+    batch_invariant: bool = False
     seed: int = 0
     num_threads: int | None = None
 

@@ -14,7 +14,7 @@ import msgspec
 import torch
 
 from engine import _runtime
-from engine.config import Device, EngineConfig
+from engine.config import Device, EngineConfig, PreemptionMode
 from engine.errors import ConfigurationError, EngineError, InvalidRequestError
 from engine.grammar.compiler import GrammarCompiler, GrammarError
 from engine.grammar.constraint import GrammarConstraint
@@ -30,6 +30,7 @@ from engine.run.cuda_runner import GRAPH_BYTES, CudaRunner, profile_largest_step
 from engine.run.kv_pool import allocate_pool, cpu_pool_blocks, cuda_pool_blocks
 from engine.run.runner import EagerRunner
 from engine.schedule.admission import SchedulerLimits
+from engine.schedule.composition import SeparateSteps
 from engine.schedule.forecast import OutputForecast
 from engine.schedule.preemption import PreemptionCost
 from engine.schedule.residency import Residency
@@ -136,7 +137,12 @@ class Engine:
         mover = BlockMover(pool, int(config.swap_space_gib * 2**30) // pool[0].nbytes)
         residency = self._residency(tables, mover, pool[0].nbytes)
         forecast = OutputForecast() if config.admission_forecast else None
-        scheduler = Scheduler(residency, limits, frozenset(model.eos_token_ids), forecast=forecast)
+        composition = SeparateSteps(max_batched_tokens) if config.batch_invariant else None
+        if composition is not None:
+            report(f"batch-invariant: prompts run alone, {max_batched_tokens} tokens a step; no prefix cache")
+        scheduler = Scheduler(
+            residency, limits, frozenset(model.eos_token_ids), forecast=forecast, composition=composition
+        )
         self.loop = StepLoop(scheduler, self._runner(pool, tables, mover, report), self.pulse)
         self.info = self._info(device, limits, num_blocks)
 
@@ -146,7 +152,7 @@ class Engine:
         if device.type == "cpu":
             return cpu_pool_blocks(config, model.spec, dtype, model.max_model_len)
         report("profiling the largest step")
-        profile_largest_step(model.decoder, config.block_size)
+        profile_largest_step(model.decoder, config.block_size, batch_invariant=config.batch_invariant)
         free_bytes, total_bytes = torch.cuda.mem_get_info(device)
         return cuda_pool_blocks(
             *(config, model.spec, dtype, model.max_model_len),
@@ -157,20 +163,27 @@ class Engine:
 
     def _residency(self, tables: BlockTables, mover: BlockMover, block_bytes: int) -> Residency:
         config = self.config
-        swap_blocks = mover.num_host_blocks
-        cost = PreemptionCost(config.preemption_mode, block_bytes, mover.measure_rate())
+        swap_blocks, mode, shares = mover.num_host_blocks, config.preemption_mode, not config.batch_invariant
+        if config.batch_invariant and mode is PreemptionMode.AUTO:
+            mode = PreemptionMode.SWAP  # computing again takes a step for each token of the output
         return Residency(
             tables,
-            PrefixIndex(tables.allocator, config.block_size) if config.enable_prefix_caching else None,
+            PrefixIndex(tables.allocator, config.block_size) if shares and config.enable_prefix_caching else None,
             SwapSpace(make_allocator(config.allocator, swap_blocks)) if swap_blocks else None,
-            cost,
+            PreemptionCost(mode, block_bytes, mover.measure_rate()),
+            shares=shares,
         )
 
     def _runner(self, pool: torch.Tensor, tables: BlockTables, mover: BlockMover, report: ProgressCallback) -> Runner:
-        decoder, vocab_size = self.model.decoder, self.model.sampled_vocab_size
+        config, decoder, vocab_size = self.config, self.model.decoder, self.model.sampled_vocab_size
+        invariant = config.batch_invariant
         if not pool.is_cuda:
-            return EagerRunner(decoder, pool, tables, vocab_size, mover, self.pulse)
-        runner = CudaRunner(decoder, pool, tables, vocab_size, mover, use_graphs=not self.config.enforce_eager)
+            return EagerRunner(decoder, pool, tables, vocab_size, mover, self.pulse, batch_invariant=invariant)
+        runner = CudaRunner(
+            *(decoder, pool, tables, vocab_size, mover),
+            use_graphs=not config.enforce_eager,
+            batch_invariant=invariant,
+        )
         report(f"capturing {runner.num_graphs} decode graphs")
         runner.capture()
         return runner

@@ -15,6 +15,8 @@ from engine import _runtime
 Tensor = torch.Tensor
 LinearWeight = _runtime.LinearWeight
 
+MAX_FIXED_PAIRS = 1024  # of sequences and KV heads, in attention on CUDA with `fixed`: kTickets / kFixedParts there
+
 
 def _stream(tensor: Tensor) -> int:
     return int(torch.cuda.current_stream(tensor.device).cuda_stream) if tensor.is_cuda else 0

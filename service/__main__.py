@@ -103,6 +103,9 @@ def serve(
         int, flag("--max-queued-tokens", "Queue bound in prompt tokens.", min=1)
     ] = ENGINE.max_queued_tokens,
     enforce_eager: Annotated[bool, flag("--enforce-eager", "No CUDA graphs.")] = ENGINE.enforce_eager,
+    batch_invariant: Annotated[
+        bool, flag("--batch-invariant", "The same bits for a request in any company and under preemption; slower.")
+    ] = ENGINE.batch_invariant,
     seed: Annotated[int, flag("--seed", "For random weights of --load-format dummy.")] = ENGINE.seed,
     num_threads: Annotated[int | None, flag("--num-threads", "CPU threads of the engine.", min=1)] = ENGINE.num_threads,
     drain_timeout: Annotated[
@@ -173,6 +176,7 @@ def serve(
         max_queued_requests=max_queued_requests,
         max_queued_tokens=max_queued_tokens,
         enforce_eager=enforce_eager,
+        batch_invariant=batch_invariant,
         seed=seed,
         num_threads=num_threads,
     )

@@ -182,8 +182,8 @@ def test_non_finite_logits_fail_their_request_alone(tiny: Path, monkeypatch: pyt
     decoder = shared.model.decoder
     original = decoder.logits
 
-    def poisoned(hidden: torch.Tensor) -> torch.Tensor:
-        logits = original(hidden)
+    def poisoned(hidden: torch.Tensor, *, own: bool = False) -> torch.Tensor:
+        logits = original(hidden, own=own)
         if logits.shape[0] == 3:
             logits[1] = float("nan")
         return logits
@@ -294,8 +294,8 @@ def test_ids_that_pad_the_vocabulary_are_never_sampled(tmp_path: Path) -> None:
     assert padded.info.vocab_size == 512
     original = padded.model.decoder.logits
 
-    def prefer_padding(hidden: torch.Tensor) -> torch.Tensor:
-        logits = original(hidden)
+    def prefer_padding(hidden: torch.Tensor, *, own: bool = False) -> torch.Tensor:
+        logits = original(hidden, own=own)
         logits[:, 512:] += 1000.0
         return logits
 

@@ -30,8 +30,11 @@ class DecodeChain:
 
     max_batch = ops_decode.MAX_BATCH
 
-    def __init__(self, spec: ModelSpec, weights: DecoderWeights, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self, spec: ModelSpec, weights: DecoderWeights, device: torch.device, dtype: torch.dtype, fixed: bool
+    ) -> None:
         self._spec = spec
+        self._fixed = fixed
         self._eps = spec.norm_eps
         self.finds_best = ops_decode.head_finds_best(spec.vocab_size, spec.hidden_size, dtype)
         self._weights = weights
@@ -39,16 +42,17 @@ class DecodeChain:
 
     @classmethod
     def build(
-        cls, spec: ModelSpec, weights: DecoderWeights, device: torch.device, dtype: torch.dtype
+        cls, spec: ModelSpec, weights: DecoderWeights, device: torch.device, dtype: torch.dtype, *, fixed: bool = False
     ) -> DecodeChain | None:
-        """None, and one log line, if any matmul of this model is not served on this device."""
+        """None, and one log line, if any matmul of this model is not served on this device. fixed: of its attention's
+        plan, as in `ops.plan_attention`."""
         if device.type != "cuda":
             return None
         unserved = _unserved(spec, weights, dtype)
         if unserved:
             _log.info("decode steps use plain kernels: %s", unserved)
             return None
-        return cls(spec, weights, device, dtype)
+        return cls(spec, weights, device, dtype, fixed)
 
     def run(self, batch: ForwardBatch, attention: Attention, qkv: Tensor, activated: Tensor, logits: Tensor) -> None:
         """logits [B, vocabulary] fp32 of a batch with one token a sequence; with `batch.greedy` of the rows wanted
@@ -88,6 +92,7 @@ class DecodeChain:
             batch.workspace,
             sources=batch.sources,
             newest=batch.newest,
+            fixed=self._fixed,
             pdl=batch.pdl,
         )
 

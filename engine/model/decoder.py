@@ -83,7 +83,10 @@ class Decoder:
         max_tokens: int,
         max_logits: int,
         max_positions: int | None = None,
+        batch_invariant: bool = False,
     ) -> None:
+        """batch_invariant: in a step of one token a sequence, what a row gives depends on its own sequence alone, to
+        the bit, among steps of as many rows and those of `same_bits`. On the CPU it always does."""
         self.spec = spec
         self.weights = weights
         self.device = device
@@ -96,7 +99,8 @@ class Decoder:
         self._cos_sin = self._tables()
         self._buffers = _Buffers(spec, max_tokens, max_logits, device, dtype)
         self._fuses_attention = device.type == "cuda" and spec.rope.rotary_dim == spec.head_dim
-        self._chain = DecodeChain.build(spec, weights, device, dtype)
+        self._batch_invariant = batch_invariant
+        self._chain = DecodeChain.build(spec, weights, device, dtype, fixed=batch_invariant)
         if device.type == "cuda":
             _log_prefill_kernels(spec, dtype, max_tokens)
 
@@ -111,7 +115,7 @@ class Decoder:
         """Runs a step; fp32 logits [n, vocab_size] of `batch.logits_rows`. See also `finds_best`."""
         chain, rows = self._chain_for(batch), batch.token_ids.shape[0]
         if chain is None:
-            return self.logits(self.forward(batch))
+            return self.logits(self.forward(batch), own=self._needs_own(batch))
         buffers = self._buffers
         logits = buffers.logits[:rows]
         qkv, activated = buffers.qkv[:rows], buffers.activated[:rows]
@@ -128,6 +132,12 @@ class Decoder:
         """Whether decode steps run on the fused matmuls, up to their number of rows."""
         return self._chain is not None
 
+    def same_bits(self, rows: int, others: int) -> bool:
+        """Whether decode steps of so many rows and of so many others surely give a row the same bits, if this decoder
+        is batch-invariant: the fused matmuls do for any number that they take, other kernels are chosen by it."""
+        chain = self._chain
+        return rows == others or (chain is not None and max(rows, others) <= chain.max_batch)
+
     def _chain_for(self, batch: ForwardBatch) -> DecodeChain | None:
         chain, rows = self._chain, batch.token_ids.shape[0]
         if chain is None or batch.max_query_len > 1 or batch.logits_rows is not None or rows > chain.max_batch:
@@ -141,29 +151,34 @@ class Decoder:
         wanted = tokens if batch.logits_rows is None else batch.logits_rows.shape[0]
         if tokens > self.max_tokens or wanted > self.max_logits:
             raise ValueError(f"{tokens} tokens and {wanted} scored rows exceed {self.max_tokens} and {self.max_logits}")
-        buffers, weights, eps = self._buffers, self.weights, self.spec.norm_eps
+        buffers, weights, eps, own = self._buffers, self.weights, self.spec.norm_eps, self._needs_own(batch)
         residual, normed = self._embed(batch), buffers.normed[:tokens]
         ops.rms_norm(normed, residual, self._first_norm, eps, pdl=batch.pdl)
         for index, layer in enumerate(weights.layers):
-            qkv = layer.qkv(normed, buffers.qkv[:tokens], pdl=batch.pdl)
+            qkv = layer.qkv(normed, buffers.qkv[:tokens], own=own, pdl=batch.pdl)
             self.pulse()
-            self._add(layer.o, self._attention(index, qkv, batch), layer.post_norm, batch.pdl)
+            self._add(layer.o, self._attention(index, qkv, batch), layer.post_norm, own, batch.pdl)
             self.pulse()
-            self._add(layer.down, self._activated(layer, normed, batch.pdl), self._norm_after(index), batch.pdl)
+            activated = self._activated(layer, normed, own, batch.pdl)
+            self._add(layer.down, activated, self._norm_after(index), own, batch.pdl)
         if batch.logits_rows is None:
             return normed
         return torch.index_select(normed, 0, batch.logits_rows, out=buffers.scored[:wanted])
+
+    def _needs_own(self, batch: ForwardBatch) -> bool:
+        """Prompts need not: each of their chunks is a step of its own, whose shape is always the same."""
+        return self._batch_invariant and batch.max_query_len == 1
 
     def hidden(self, begin: int, end: int) -> Tensor:
         """Final hidden states [end - begin, hidden] of tokens of the last `forward`, scored or not."""
         return self._buffers.normed[begin:end]
 
     @torch.inference_mode()
-    def logits(self, hidden: Tensor) -> Tensor:
-        """fp32 [n, vocab_size] of hidden states [n, hidden]."""
+    def logits(self, hidden: Tensor, *, own: bool = False) -> Tensor:
+        """fp32 [n, vocab_size] of hidden states [n, hidden]. own: as in Linear."""
         count = hidden.shape[0]
         out = self._buffers.logits[:count]
-        raw = self.weights.head(hidden, self._buffers.head_out[:count])
+        raw = self.weights.head(hidden, self._buffers.head_out[:count], own=own)
         return out if raw.dtype == torch.float32 else out.copy_(raw)
 
     @property
@@ -206,6 +221,7 @@ class Decoder:
                 k_norm=layer.k_norm,
                 norm_eps=spec.norm_eps,
                 planned=True,
+                fixed=self._batch_invariant,
                 pdl=batch.pdl,
             )
             return attended
@@ -236,7 +252,7 @@ class Decoder:
         for call in _attention_calls(batch):
             lens = batch.context_lens[call.sequences]
             if call.max_query_len == 1:
-                ops.plan_attention(lens, *shape)
+                ops.plan_attention(lens, *shape, fixed=self._batch_invariant)
             else:
                 ops.plan_prefill(call.query_start, lens, *shape)
 
@@ -254,24 +270,25 @@ class Decoder:
                 scale=self._scale,
                 workspace=batch.workspace,
                 planned=out.is_cuda,
+                fixed=self._batch_invariant,
                 pdl=batch.pdl,
             )
 
-    def _add(self, linear: Linear, x: Tensor, norm: Tensor, pdl: bool) -> None:
+    def _add(self, linear: Linear, x: Tensor, norm: Tensor, own: bool, pdl: bool) -> None:
         """The residual stream grows by x W^T, and `normed` is what the next layer reads of it."""
         tokens, buffers, eps = x.shape[0], self._buffers, self.spec.norm_eps
         residual, normed = buffers.residual[:tokens], buffers.normed[:tokens]
-        if linear.add(x, residual, pdl=pdl):
+        if linear.add(x, residual, own=own, pdl=pdl):
             ops.rms_norm(normed, residual, norm, eps, pdl=pdl)
             return
-        projected = linear(x, buffers.projected[:tokens], pdl=pdl)
+        projected = linear(x, buffers.projected[:tokens], own=own, pdl=pdl)
         ops.rms_norm(normed, projected, norm, eps, residual=residual, pdl=pdl)
 
-    def _activated(self, layer: LayerWeights, normed: Tensor, pdl: bool) -> Tensor:
+    def _activated(self, layer: LayerWeights, normed: Tensor, own: bool, pdl: bool) -> Tensor:
         tokens, buffers = normed.shape[0], self._buffers
         activated = buffers.activated[:tokens]
-        if not layer.gate_up.gate_up(normed, activated, pdl=pdl):
-            gate_up = layer.gate_up(normed, buffers.gate_up[:tokens], pdl=pdl)
+        if not layer.gate_up.gate_up(normed, activated, own=own, pdl=pdl):
+            gate_up = layer.gate_up(normed, buffers.gate_up[:tokens], own=own, pdl=pdl)
             self.pulse()
             ops.silu_mul(activated, gate_up, pdl=pdl)
         return activated

@@ -42,12 +42,15 @@ class Linear:
             raise ValueError("a weight on the CPU is kept packed")
         return self._weight
 
-    def __call__(self, x: torch.Tensor, out: torch.Tensor, *, pdl: bool = False) -> torch.Tensor:
-        """x [T, in_features] into `out` [T, out_features]; allocates nothing that outlives the call."""
+    def __call__(self, x: torch.Tensor, out: torch.Tensor, *, own: bool = False, pdl: bool = False) -> torch.Tensor:
+        """x [T, in_features] into `out` [T, out_features]; allocates nothing that outlives the call.
+
+        own: by our own kernels where there are any, since with them a row of the result depends on its row of x alone.
+        """
         if self._packed is not None:
             ops.linear(out, x, self._packed, self.bias)
             return out
-        if self._is_efficient("plain", x.shape[0]):
+        if self._is_ours("plain", x.shape[0], own):
             ops_prefill.linear(out, x, self.weight, self.bias, pdl=pdl)
             return out
         transposed = self.weight.t()
@@ -55,22 +58,22 @@ class Linear:
             return torch.mm(x, transposed, out=out)
         return torch.addmm(self.bias, x, transposed, out=out)
 
-    def add(self, x: torch.Tensor, total: torch.Tensor, *, pdl: bool = False) -> bool:
+    def add(self, x: torch.Tensor, total: torch.Tensor, *, own: bool = False, pdl: bool = False) -> bool:
         """total [T, out_features] += x W^T in one kernel. False: nothing was done, as no kernel does that here."""
-        if self._packed is not None or self.bias is not None or not self._is_efficient("add", x.shape[0]):
+        if self._packed is not None or self.bias is not None or not self._is_ours("add", x.shape[0], own):
             return False
         ops_prefill.add(total, x, self.weight, pdl=pdl)
         return True
 
-    def gate_up(self, x: torch.Tensor, out: torch.Tensor, *, pdl: bool = False) -> bool:
+    def gate_up(self, x: torch.Tensor, out: torch.Tensor, *, own: bool = False, pdl: bool = False) -> bool:
         """out [T, out_features / 2] = silu(gate) * up in one kernel, gate being the first half. False: as in `add`."""
-        if self._packed is not None or self.bias is not None or not self._is_efficient("gate_up", x.shape[0]):
+        if self._packed is not None or self.bias is not None or not self._is_ours("gate_up", x.shape[0], own):
             return False
         ops_prefill.gate_up(out, x, self.weight, pdl=pdl)
         return True
 
-    def _is_efficient(self, kind: ops_prefill.Kind, rows: int) -> bool:
+    def _is_ours(self, kind: ops_prefill.Kind, rows: int, own: bool) -> bool:
         out_features, in_features = self.weight.shape
         halves = 2 if kind == "gate_up" else 1
         reached = ops_prefill.efficiency(kind, rows, out_features // halves, in_features, self.weight.dtype)
-        return reached >= LEAST_EFFICIENCY[kind]
+        return reached > 0 if own else reached >= LEAST_EFFICIENCY[kind]

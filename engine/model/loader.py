@@ -18,6 +18,7 @@ from engine.model.source import ModelSource, SourceKind, resolve
 from engine.model.spec import ModelSpec
 from engine.model.weight_plan import naming_of
 from engine.model.weights import SafetensorsSource
+from engine.ops import MAX_FIXED_PAIRS
 from engine.text.tokenizer import Tokenizer
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -53,6 +54,8 @@ def load_model(config: EngineConfig, device: torch.device, report: Callable[[str
         report(f"longrope: {'long' if max_model_len > spec.default_context else 'short'} factors, for every request")
     dtype = resolve_dtype(config.dtype, device)
     check_device(spec, device, dtype, config.block_size)
+    if config.batch_invariant and device.type == "cuda":
+        check_fixed_splits(spec, config.max_num_seqs)
     weights = assemble(spec, tensors, device, dtype, _tenths(report))
     decoder = Decoder(
         spec,
@@ -62,6 +65,7 @@ def load_model(config: EngineConfig, device: torch.device, report: Callable[[str
         max_tokens=max(config.step_tokens(device.type), config.max_num_seqs),
         max_logits=config.max_num_seqs,
         max_positions=max_model_len,
+        batch_invariant=config.batch_invariant,
     )
     end_ids, sampled = _vocabulary(spec, source, report)
     return LoadedModel(spec, decoder, source, max_model_len, end_ids, sampled)
@@ -117,6 +121,16 @@ def check_device(spec: ModelSpec, device: torch.device, dtype: torch.dtype, bloc
     for limit, kept in limits.items():
         if not kept:
             raise ConfigurationError(f"not supported on {device.type}: {limit}")
+
+
+def check_fixed_splits(spec: ModelSpec, max_num_seqs: int) -> None:
+    """Refuses more sequences than attention has room for the parts of, when it cuts them by their own lengths."""
+    most = MAX_FIXED_PAIRS // spec.kv_heads
+    if max_num_seqs > most:
+        raise ConfigurationError(
+            f"batch_invariant on cuda serves at most {most} sequences of {spec.kv_heads} KV heads;"
+            f" max_num_seqs is {max_num_seqs}"
+        )
 
 
 def context_length(spec: ModelSpec, asked: int | None) -> int:

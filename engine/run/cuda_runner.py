@@ -16,6 +16,7 @@ from engine.kv.block_table import BlockTables
 from engine.kv.oracle import OracleBlockAllocator
 from engine.model.decoder import Decoder
 from engine.run.block_moves import BlockMover
+from engine.run.buckets import InvariantBuckets, MixedBuckets, decode_buckets
 from engine.run.inputs import HOST_TOKEN, Int32Array, StepArrays, decode_arrays, prefill_arrays
 from engine.run.kv_pool import allocate_pool
 from engine.run.logits import redraw
@@ -30,15 +31,6 @@ Tensor = torch.Tensor
 
 GRAPH_BYTES = 256 << 20  # set aside for the graphs' memory pool: library workspaces; activations are the decoder's own
 _RESULTS = 3  # pinned results: of the step launched, the one in flight, and the one being read
-
-
-def decode_buckets(max_num_seqs: int) -> list[int]:
-    """Batch sizes that get a graph: fine where a step is short, coarse above; the last is `max_num_seqs` itself."""
-    sizes = {1, 2, 4, 8, max_num_seqs}
-    sizes |= set(range(16, min(max_num_seqs, 64) + 1, 8))
-    sizes |= set(range(80, min(max_num_seqs, 256) + 1, 16))
-    sizes |= set(range(288, max_num_seqs + 1, 32))
-    return sorted(size for size in sizes if size <= max_num_seqs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +73,9 @@ class CudaRunner:
         mover: BlockMover,
         *,
         use_graphs: bool = True,
+        batch_invariant: bool = False,
     ) -> None:
+        """batch_invariant: for plans of SeparateSteps, with a decoder that was made so too."""
         self._decoder = decoder
         self._kv_pool = kv_pool
         self._tables = tables
@@ -98,23 +92,31 @@ class CudaRunner:
         self._results = [torch.zeros(slots, dtype=torch.int32, pin_memory=True) for _ in range(_RESULTS)]
         self._turn = 0
         self._workspace = torch.zeros(
-            ops.paged_attention_workspace_bytes(slots, spec.q_heads, spec.kv_heads, spec.head_dim),
+            ops.paged_attention_workspace_bytes(
+                slots, spec.q_heads, spec.kv_heads, spec.head_dim, fixed=batch_invariant
+            ),
             dtype=torch.uint8,
             device=device,
         )
         self._sample_workspace = torch.zeros(ops.sample_workspace_bytes(slots), dtype=torch.uint8, device=device)
-        self._buckets = decode_buckets(slots) if use_graphs else []
+        self._batch_invariant = batch_invariant
+        self._use_graphs = use_graphs
+        self._buckets: MixedBuckets | InvariantBuckets = (
+            InvariantBuckets(slots, decoder.same_bits)
+            if batch_invariant
+            else MixedBuckets(decode_buckets(slots) if use_graphs else [])
+        )
         self._graphs: dict[int, CapturedDecode] = {}
 
     # -- start -------------------------------------------------------------------------------------------------------
 
     @property
     def num_graphs(self) -> int:
-        return len(self._buckets)
+        return len(self._buckets.sizes) if self._use_graphs else 0
 
     def graph_for(self, batch: int) -> torch.cuda.CUDAGraph:
         """The graph that a decode step of `batch` sequences replays. Raises StopIteration if it has none."""
-        return self._graphs[next(size for size in self._buckets if size >= batch)].graph
+        return self._graphs[next(size for size in self._buckets.sizes if size >= batch)].graph
 
     @torch.inference_mode()
     def run_arrays(self, arrays: StepArrays) -> None:
@@ -126,7 +128,7 @@ class CudaRunner:
     def capture(self) -> None:
         """One graph a bucket, largest first, in one memory pool."""
         pool = torch.cuda.graph_pool_handle()
-        for bucket in reversed(self._buckets):
+        for bucket in reversed(self._buckets.sizes[: self.num_graphs]):
             step = self._upload(decode_arrays(StepPlan(0, [], []), self._tables, bucket))
             self._run(step)  # loads modules and picks algorithms outside the capture
             torch.cuda.synchronize()
@@ -147,21 +149,25 @@ class CudaRunner:
         self._mover.apply(plan, self._tables)
         if not plan.scheduled:
             return FinishedStep(StepOutcome([], []))
-        decode_only = all(entry.count == 1 and entry.samples for entry in plan.scheduled)
-        bucket = next((size for size in self._buckets if size >= len(plan.scheduled)), None)
-        if decode_only and bucket is not None:
-            captured = self._graphs[bucket]
-            self._upload(decode_arrays(plan, self._tables, bucket))
-            captured.graph.replay()
-            logits = captured.logits
-        else:
-            logits = self._run(self._upload(prefill_arrays(plan, self._tables)))
+        logits = self._forward(plan)
         sampling = plan.sampling
         if not sampling:
             return FinishedStep(StepOutcome([], [], prompt_logprobs=self._scores(plan)))
         logits = logits[: len(sampling)]
         redraw(self._tokens, logits, plan, newest=self._newest, workspace=self._sample_workspace)
         return self._send_back(logits, plan)
+
+    def _forward(self, plan: StepPlan) -> Tensor:
+        """fp32 logits [n, vocabulary] whose first rows are those of the plan's `sampling`."""
+        bucket = self._buckets.serving(plan)
+        if bucket is None:
+            return self._run(self._upload(prefill_arrays(plan, self._tables)))
+        step = self._upload(decode_arrays(plan, self._tables, bucket))
+        if not self._use_graphs:
+            return self._run(step)
+        captured = self._graphs[bucket]
+        captured.graph.replay()
+        return captured.logits
 
     def _scores(self, plan: StepPlan) -> dict[int, list[TokenLogprob]]:
         return score_prompts(self._decoder, plan, self._vocab_size) if plan.scored else {}
@@ -192,21 +198,25 @@ class CudaRunner:
         count = len(plan.sampling)
         result = self._results[self._turn][:count]
         self._turn = (self._turn + 1) % _RESULTS
-        logprobs = logprobs_of(logits, self._tokens[:count], plan.sampling)
+        logprobs = logprobs_of(logits, self._tokens[:count], plan.sampling, row_by_row=self._batch_invariant)
         result.copy_(self._tokens[:count], non_blocking=True)
         done = torch.cuda.Event()  # type: ignore[no-untyped-call]
         done.record()
         return DeviceStep(result.numpy(), done, logprobs, self._scores(plan))
 
 
-def profile_largest_step(decoder: Decoder, block_size: int) -> None:
+def profile_largest_step(decoder: Decoder, block_size: int, *, batch_invariant: bool = False) -> None:
     """Runs the longest prefill that a step may hold on a pool of its own, so that torch has claimed every activation
     and library workspace before the KV pool takes the rest."""
     spec = decoder.spec
     width = -(-decoder.max_positions // block_size)
     tables = BlockTables(OracleBlockAllocator(1), decoder.max_logits, width, block_size)
     pool = allocate_pool(spec, 1, block_size, decoder.dtype, decoder.device)
-    runner = CudaRunner(decoder, pool, tables, spec.vocab_size, BlockMover(pool, 0), use_graphs=False)
+    runner = CudaRunner(
+        *(decoder, pool, tables, spec.vocab_size, BlockMover(pool, 0)),
+        use_graphs=False,
+        batch_invariant=batch_invariant,
+    )
     runner.run_arrays(_scratch_prefill(decoder.max_tokens, tables))
 
 

@@ -72,9 +72,11 @@ def prefill_arrays(plan: StepPlan, tables: BlockTables) -> StepArrays:
 
 
 def decode_arrays(plan: StepPlan, tables: BlockTables, bucket: int) -> StepArrays:
-    """A plan of one token a sequence, padded to `bucket` rows. A padded row reads nothing (context 0) and writes its K
-    and V to the scratch block. Tables have their full width, so that shapes depend on the bucket alone."""
+    """A plan of one token a sequence, those that sample first, padded to `bucket` rows. A padded row reads nothing
+    (context 0) and writes its K and V to the scratch block; what is drawn in it, or in one that does not sample, goes
+    where nobody reads. Tables have their full width, so that shapes depend on the bucket alone."""
     entries, count = plan.scheduled, len(plan.scheduled)
+    drawn = len(plan.sampling)
     positions = np.zeros(bucket, dtype=np.int32)
     context_lens = np.zeros(bucket, dtype=np.int32)
     slots = np.zeros(bucket, dtype=np.int64)
@@ -85,7 +87,7 @@ def decode_arrays(plan: StepPlan, tables: BlockTables, bucket: int) -> StepArray
     slots[:count] = _slots(tables, rows, positions[:count])
     block_tables[:count] = tables.rows[rows]
     targets = np.full(bucket, len(tables.rows), dtype=np.int64)
-    targets[:count] = rows
+    targets[:drawn] = rows[:drawn]
     token_ids, sources = _tokens(entries, bucket)
     return StepArrays(
         token_ids=token_ids,
@@ -98,7 +100,7 @@ def decode_arrays(plan: StepPlan, tables: BlockTables, bucket: int) -> StepArray
         logits_rows=None,
         targets=targets,
         wanted=_wanted(plan, bucket),
-        sampling=sampling_arrays(entries, bucket, plan.edited),
+        sampling=sampling_arrays(plan.sampling, bucket, plan.edited),
         prefill_start=np.zeros(1, dtype=np.int32),
         num_decodes=bucket,
         max_query_len=1,
@@ -108,7 +110,7 @@ def decode_arrays(plan: StepPlan, tables: BlockTables, bucket: int) -> StepArray
 def _wanted(plan: StepPlan, length: int) -> Int32Array:
     """Rows that are drawn at random or drawn again, or whose log probabilities are asked for."""
     wanted = np.zeros(length, dtype=np.int32)
-    for row, entry in enumerate(plan.scheduled):
+    for row, entry in enumerate(plan.sampling):
         request = entry.sequence.group.request
         wanted[row] = request.sampling.temperature > 0.0 or request.top_logprobs is not None
     wanted[list(plan.edited)] = 1

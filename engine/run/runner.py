@@ -44,6 +44,8 @@ class EagerRunner:
         vocab_size: int,
         mover: BlockMover,
         pulse: Callable[[], None] | None = None,
+        *,
+        batch_invariant: bool = False,
     ) -> None:
         """pulse: called several times a layer; a step of a large model may take seconds here."""
         self._decoder = decoder
@@ -53,6 +55,7 @@ class EagerRunner:
         self._vocab_size = vocab_size
         self._staging = HostStaging()
         self._mover = mover
+        self._batch_invariant = batch_invariant
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> FinishedStep:
@@ -68,7 +71,7 @@ class EagerRunner:
         tokens = torch.empty(len(sampling), dtype=torch.int32)
         sample_into(tokens, logits, step.sampling)
         redraw(tokens, logits, plan)
-        logprobs = logprobs_of(logits, tokens, sampling)
+        logprobs = logprobs_of(logits, tokens, sampling, row_by_row=self._batch_invariant)
         return FinishedStep(outcome_of(tokens.tolist(), logprobs, self._scores(plan)))
 
     def _scores(self, plan: StepPlan) -> dict[int, list[TokenLogprob]]:

@@ -138,16 +138,38 @@ class LogprobTensors:
         ]
 
 
-def logprobs_of(logits: Tensor, tokens: Tensor, entries: Sequence[ScheduledSequence]) -> LogprobTensors | None:
-    """Of the model's own distribution, before temperature and filters; None if no entry asks for any."""
+def logprobs_of(
+    logits: Tensor, tokens: Tensor, entries: Sequence[ScheduledSequence], *, row_by_row: bool = False
+) -> LogprobTensors | None:
+    """Of the model's own distribution, before temperature and filters; None if no entry asks for any.
+
+    row_by_row: no row's sum may depend on how many there are or where it lies in memory, as torch's do on a GPU."""
     wanted = [entry.sequence.group.request.top_logprobs for entry in entries]
     if all(count is None for count in wanted):
         return None
+    most = min(max(count or 0 for count in wanted), logits.shape[1])
+    if not row_by_row:
+        return LogprobTensors(*_scores_of(logits, tokens, most), wanted)
+    rows = len(wanted)
+    chosen = torch.zeros(rows, dtype=torch.float32, device=logits.device)
+    ranks = torch.zeros(rows, dtype=torch.int64, device=logits.device)
+    ids = torch.zeros(rows, most, dtype=torch.int64, device=logits.device)
+    values = torch.zeros(rows, most, dtype=torch.float32, device=logits.device)
+    for row, count in enumerate(wanted):
+        if count is not None:
+            own = min(count, most)
+            # A copy lies at an address of its own, which is always aligned alike.
+            found = _scores_of(logits[row : row + 1].clone(), tokens[row : row + 1], own)
+            chosen[row : row + 1], ranks[row : row + 1], ids[row : row + 1, :own], values[row : row + 1, :own] = found
+    return LogprobTensors(chosen, ranks, ids, values, wanted)
+
+
+def _scores_of(logits: Tensor, tokens: Tensor, most: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Each token's log probability and rank [n], and the `most` likeliest ids and their log probabilities [n, most]."""
     values = torch.log_softmax(logits.float(), dim=1)
     chosen = values.gather(1, tokens.long().clamp_min(0)[:, None])
-    most = min(max(count or 0 for count in wanted), values.shape[1])
     top = torch.topk(values, most, dim=1)
-    return LogprobTensors(chosen[:, 0], (values > chosen).sum(dim=1) + 1, top.indices, top.values, wanted)
+    return chosen[:, 0], (values > chosen).sum(dim=1) + 1, top.indices, top.values
 
 
 def outcome_of(

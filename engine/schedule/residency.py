@@ -37,7 +37,13 @@ class Residency:
         prefix_index: PrefixIndex | None = None,
         swap: SwapSpace | None = None,
         cost: PreemptionCost | None = None,
+        *,
+        shares: bool = True,
     ) -> None:
+        """shares False: every sequence computes all of its tokens itself. Needs a prefix index of None."""
+        if prefix_index is not None and not shares:
+            raise ValueError("a prefix index shares blocks")
+        self.shares = shares
         self.tables = tables
         self.swap = swap
         self.cost = cost or PreemptionCost()
@@ -134,6 +140,8 @@ class Residency:
         """A running sibling's prompt, or the prefix cache. The last token is always run: its logits are needed. So is
         a whole prompt whose log probabilities are wanted."""
         size = self.tables.block_size
+        if not self.shares:
+            return _Shared([], 0, None)
         if sequence.candidate == 0 and sequence.group.scores_prompt:
             return _Shared([], 0, self._cached(sequence, 0)[1])
         sibling = self._sibling(sequence)

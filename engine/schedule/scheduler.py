@@ -15,6 +15,7 @@ from itertools import repeat
 
 from engine.errors import EngineError
 from engine.schedule.admission import SchedulerLimits, refusal
+from engine.schedule.composition import Composition, MixedSteps, Wanted
 from engine.schedule.forecast import Demand, OutputForecast
 from engine.schedule.plan import ScheduledSequence, StepOutcome, StepPlan
 from engine.schedule.policy import Policy, PriorityWithAgeing
@@ -62,8 +63,10 @@ class Scheduler:
         eos_token_ids: frozenset[int] = frozenset(),
         policy: Policy | None = None,
         forecast: OutputForecast | None = None,
+        composition: Composition | None = None,
     ) -> None:
-        """forecast None: admission looks at what is free now, and preemption settles the rest."""
+        """forecast None: admission looks at what is free now, and preemption settles the rest. composition None: steps
+        mix decodes and prompts."""
         tables = residency.tables
         if limits.max_context_tokens > tables.allocator.num_blocks * tables.block_size:
             raise ValueError("max_context_tokens must not exceed the pool")
@@ -76,6 +79,7 @@ class Scheduler:
         self._outputs = forecast or OutputForecast()
         self._eos_token_ids = eos_token_ids
         self._policy: Policy = policy or PriorityWithAgeing()
+        self._composition: Composition = composition or MixedSteps(limits.max_batched_tokens)
         self._groups: dict[str, RequestGroup] = {}
         self._editing: set[str] = set()  # those of the groups that change logits before a draw
         self._scoring: set[str] = set()  # those that want log probabilities of their prompts
@@ -183,21 +187,21 @@ class Scheduler:
         self.residency.begin_plan()
         if self._arriving:
             self._land(moved)
-        decodes, chunks, preempted = self._schedule_running()
+        wanted, preempted = self._schedule_running()
         if not preempted and self._waiting:
-            budget = self.limits.max_batched_tokens - len(decodes) - sum(entry.count for entry in chunks)
-            chunks += self._admit(budget, now, overlap=moved is not None)
-        if self._arriving and not decodes and not chunks:
+            wanted.pieces.extend(self._admit(self._composition.room(wanted), now, overlap=moved is not None))
+        if self._arriving and not wanted.decodes and not wanted.pieces:
             self._land(None)
-            decodes, chunks, _ = self._schedule_running()
+            wanted, _ = self._schedule_running()
+        decodes, pieces = self._composition.step(wanted.decodes, wanted.pieces)
         moves = self.residency.end_plan()
-        if not decodes and not chunks and not moves:
+        if not decodes and not pieces and not moves:
             return None
         self.residency.take_freed(moves)
-        scheduled = self._take(decodes, chunks)
-        sampling = [entry for entry in scheduled if entry.samples] if chunks else scheduled
+        scheduled = self._take(decodes, pieces)
+        sampling = [entry for entry in scheduled if entry.samples] if pieces else scheduled
         self._steps += 1
-        self.counters.computed_tokens += len(decodes) + sum(entry.count for entry in chunks)
+        self.counters.computed_tokens += len(decodes) + sum(entry.count for entry in pieces)
         edited = self._edited(sampling) if self._editing else []
         scored = self._scored(scheduled) if self._scoring else []
         return StepPlan(self._steps, scheduled, sampling, moves, edited, scored)
@@ -208,7 +212,7 @@ class Scheduler:
             if entry.count > 1:
                 self.residency.hash_ahead(entry.sequence, entry.start + entry.count)
 
-    def _take(self, decodes: list[Sequence], chunks: list[ScheduledSequence]) -> list[ScheduledSequence]:
+    def _take(self, decodes: list[Sequence], pieces: list[ScheduledSequence]) -> list[ScheduledSequence]:
         """The plan's entries, those of one token first, with their tokens marked as computed and samples as pending."""
         scheduled = []
         for sequence in decodes:
@@ -216,12 +220,12 @@ class Scheduler:
             scheduled.append(ScheduledSequence(sequence, sequence.slot, start, 1, True))
             sequence.num_computed = start + 1
             sequence.num_pending += 1
-        for entry in chunks:
+        for entry in pieces:
             entry.sequence.num_computed = entry.start + entry.count
             entry.sequence.num_pending += entry.samples
         # The last piece of a prefill may be one token: it goes with the decodes.
-        scheduled += [entry for entry in chunks if entry.count == 1]
-        scheduled += [entry for entry in chunks if entry.count > 1]
+        scheduled += [entry for entry in pieces if entry.count == 1]
+        scheduled += [entry for entry in pieces if entry.count > 1]
         return scheduled
 
     def commit(self, plan: StepPlan, outcome: StepOutcome, now: float) -> None:
@@ -377,14 +381,14 @@ class Scheduler:
             elif deadline is not None and now >= deadline:
                 self.fail(request_id, FailureKind.DEADLINE_EXCEEDED, "deadline passed while running")
 
-    def _schedule_running(self) -> tuple[list[Sequence], list[ScheduledSequence], bool]:
-        """Sequences that decode, then chunks of running prefills with what is left of the budget; preempts from the end
-        of the policy's order until blocks suffice."""
+    def _schedule_running(self) -> tuple[Wanted, bool]:
+        """What of the running sequences can run, and whether any had to yield for it: from the end of the policy's
+        order, until blocks suffice."""
         preempted = False
         while True:
-            decodes, chunks, needy = self._wanted()
-            if not needy or self.residency.grow(needy):
-                return decodes, chunks, preempted
+            wanted = self._composition.wanted(self._running)
+            if not wanted.needy or self.residency.grow(wanted.needy):
+                return wanted, preempted
             self._preempt(self._last())
             preempted = True
 
@@ -405,36 +409,6 @@ class Scheduler:
         sequence.phase = Phase.RUNNING
         bisect.insort(self._running, sequence, key=self._policy.key)
 
-    def _wanted(self) -> tuple[list[Sequence], list[ScheduledSequence], list[tuple[Sequence, int]]]:
-        """What runs if blocks suffice: decodes, chunks, and those of either whose blocks do not hold so many tokens.
-        Never more sequences run than the budget has tokens."""
-        decodes: list[Sequence] = []
-        prefills: list[Sequence] = []
-        needy: list[tuple[Sequence, int]] = []
-        for sequence in self._running:
-            start = sequence.num_computed
-            tokens = len(sequence.token_ids) + sequence.num_pending
-            if tokens - start > 1:
-                prefills.append(sequence)
-            elif tokens < sequence.max_tokens_total:  # else its pending token is its last
-                decodes.append(sequence)
-                if start >= sequence.capacity:
-                    needy.append((sequence, start + 1))
-        chunks: list[ScheduledSequence] = []
-        budget = self.limits.max_batched_tokens - len(decodes)
-        for sequence in prefills:
-            if budget:
-                entry = self._entry(sequence, min(sequence.num_uncomputed, budget))
-                chunks.append(entry)
-                budget -= entry.count
-                if entry.start + entry.count > sequence.capacity:
-                    needy.append((sequence, entry.start + entry.count))
-        return decodes, chunks, needy
-
-    def _entry(self, sequence: Sequence, count: int) -> ScheduledSequence:
-        start = sequence.num_computed
-        return ScheduledSequence(sequence, sequence.slot, start, count, start + count == sequence.num_tokens)
-
     def _preempt(self, sequence: Sequence) -> None:
         """Gives back slot and blocks; the tokens stay, and its turn comes again before any later sequence's."""
         (self._arriving if sequence.phase is Phase.ARRIVING else self._running).remove(sequence)
@@ -451,7 +425,7 @@ class Scheduler:
         entries: list[ScheduledSequence] = []
         blocked: Sequence | None = None
         window = _SKIP_WINDOW
-        demand = self._demand()
+        demand = self._demand() if budget > 0 else None
         for sequence in self._waiting[: _SKIP_WINDOW + self.limits.max_num_seqs]:
             if budget <= 0 or window <= 0 or len(self._running) + len(self._arriving) >= self.limits.max_batched_tokens:
                 break
@@ -467,8 +441,10 @@ class Scheduler:
                 if swapped and overlap:
                     self._expect(sequence)
                 else:
-                    entries.append(self._start(sequence, budget, now))
-                    budget -= entries[-1].count
+                    entry = self._start(sequence, budget, now)
+                    budget = self._composition.left(budget, entry)
+                    if entry is not None:
+                        entries.append(entry)
                 if blocked is not None:
                     blocked.skips += 1
             elif blocked is None:
@@ -491,7 +467,8 @@ class Scheduler:
         """The first candidate computes the prompt, the others then share its blocks."""
         first = sequence.group.sequences[0]
         return (
-            sequence is not first
+            self.residency.shares
+            and sequence is not first
             and not sequence.num_generated
             and first.phase is not Phase.FINISHED
             and first.num_computed < sequence.num_prompt
@@ -503,14 +480,14 @@ class Scheduler:
         sequence.arrival_step = self._steps + 1
         self._arriving.append(sequence)
 
-    def _start(self, sequence: Sequence, budget: int, now: float) -> ScheduledSequence:
+    def _start(self, sequence: Sequence, budget: int, now: float) -> ScheduledSequence | None:
         group = sequence.group
         self._run(sequence)
         if group.first_scheduled is None:
             group.first_scheduled = now
             group.cached_prompt_tokens = min(sequence.num_computed, sequence.num_prompt)
             self.counters.cached_prompt_tokens += group.cached_prompt_tokens
-        return self._entry(sequence, min(sequence.num_uncomputed, budget))
+        return self._composition.entrance(sequence, budget)
 
     # -- outcomes ------------------------------------------------------------------------------------------------------
 

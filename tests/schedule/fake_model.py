@@ -14,6 +14,7 @@ from engine.kv.prefix_index import HashFunction, PrefixIndex, hash64
 from engine.kv.swap import SwapSpace
 from engine.loop import Runner, StepLoop
 from engine.schedule.admission import SchedulerLimits
+from engine.schedule.composition import SeparateSteps
 from engine.schedule.forecast import OutputForecast
 from engine.schedule.plan import Pairs, StepOutcome, StepPlan
 from engine.schedule.policy import Policy
@@ -110,8 +111,9 @@ def make_loop(
     hash_function: HashFunction = hash64,
     forecast: OutputForecast | None = None,
     make_runner: Callable[[BlockTables], Runner] | None = None,
+    separate: bool = False,
 ) -> StepLoop:
-    """make_runner: None takes a FakeRunner."""
+    """make_runner: None takes a FakeRunner. separate: SeparateSteps, and nothing shared, as batch invariance needs."""
     allocator = make_allocator(kind, num_blocks)
     limit = num_blocks * block_size if max_context is None else max_context
     tables = BlockTables(allocator, max_num_seqs, -(-limit // block_size), block_size)
@@ -121,9 +123,11 @@ def make_loop(
         PrefixIndex(allocator, block_size, hash_function) if prefix_caching else None,
         SwapSpace(make_allocator(kind, swap_blocks)) if swap_blocks else None,
         PreemptionCost(mode),
+        shares=not separate,
     )
+    composition = SeparateSteps(max_batched_tokens) if separate else None
     runner = FakeRunner(tables, lookahead) if make_runner is None else make_runner(tables)
-    return StepLoop(Scheduler(residency, limits, eos, policy, forecast), runner)
+    return StepLoop(Scheduler(residency, limits, eos, policy, forecast, composition), runner)
 
 
 def request(name: str, prompt: list[int], max_tokens: int | None = 8, **fields: object) -> GenerationRequest:

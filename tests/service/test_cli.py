@@ -62,6 +62,7 @@ def parsed(monkeypatch: pytest.MonkeyPatch) -> Parse:
 def test_defaults(parsed: Parse) -> None:
     engine, config, in_process = parsed("--model", "demo")
     assert engine == EngineConfig()
+    assert not engine.batch_invariant
     assert config == ServiceConfig(metrics_port=9464)
     assert not in_process
 
@@ -92,7 +93,7 @@ def test_flags_reach_the_configuration(parsed: Parse) -> None:
             "--max-queued-requests",
             "5",
         ),
-        *("--max-queued-tokens", "6", "--enforce-eager", "--seed", "4", "--num-threads", "2"),
+        *("--max-queued-tokens", "6", "--enforce-eager", "--batch-invariant", "--seed", "4", "--num-threads", "2"),
         *("--host", "::1", "--port", "1234", "--metrics-port", "0", "--drain-timeout", "7", "--drain-grace", "0.25"),
         "--in-process-engine",
     )
@@ -116,6 +117,7 @@ def test_flags_reach_the_configuration(parsed: Parse) -> None:
         max_queued_requests=5,
         max_queued_tokens=6,
         enforce_eager=True,
+        batch_invariant=True,
         seed=4,
         num_threads=2,
     )
