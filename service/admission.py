@@ -28,11 +28,9 @@ class Admission:
     def __init__(self, replica: Replica) -> None:
         self._replica = replica
 
-    def check(self) -> None:
-        """Before tokenization. Raises RequestRefusedError."""
-        failure = self._unavailable() or self._full()
-        if failure is not None:
-            raise RequestRefusedError(failure)
+    def refusal(self) -> Failure | None:
+        """Why no request is taken now, whatever it is."""
+        return self._unavailable() or self._full()
 
     def check_prompt(self, generation: Generation, prompt_tokens: int, deadline: float | None) -> None:
         """Once the prompt's length is known. deadline: `time.monotonic()` seconds for the first token."""
@@ -65,11 +63,11 @@ class Admission:
                 return engine_died(self._replica.info.instance_id, self._replica.problem)
 
     def _full(self) -> Failure | None:
-        """Refuses without a step, which may take longer than a client should wait for a no. `live` counts the request
-        that asks; the engine's queue is as its newest frame has it."""
+        """Refuses without a step, which may take longer than a client should wait for a no. The engine's queue
+        is as its newest frame has it."""
         info, live, queued = self._replica.info, len(self._replica.live), self._replica.engine.stats.queued_requests
-        if live > info.max_num_seqs + info.max_queued_requests:
-            problem = f"{live - 1} requests are live; {info.max_num_seqs} may run and {info.max_queued_requests} wait"
+        if live >= info.max_num_seqs + info.max_queued_requests:
+            problem = f"{live} requests are live; {info.max_num_seqs} may run and {info.max_queued_requests} wait"
             return queue_full(problem, self.retry_after())
         if queued >= info.max_queued_requests:
             problem = f"{queued} requests wait; at most {info.max_queued_requests} may"

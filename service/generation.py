@@ -13,7 +13,7 @@ from grpc import aio
 from octavo.v1 import generation_pb2, generation_pb2_grpc
 from service.convert.requests import parse_start
 from service.intake import Intake
-from service.orca import attach_report
+from service.orca import LoadReports
 from service.output import PendingBytes, RequestOutput
 from service.replica import Replica
 from service.request import Generation
@@ -37,23 +37,36 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
     def __init__(self, replica: Replica) -> None:
         self._replica = replica
         self._intake = Intake(replica)
+        self._reports = LoadReports(replica)
 
     async def Generate(  # type: ignore[override]  # writes by context.write
         self, request_iterator: AsyncIterator[generation_pb2.GenerateRequest], context: Context
     ) -> None:
-        call = StreamCall(self._replica, self._intake, context, generation_pb2.GenerateResponse, multiplexed=True)
+        call = self._call(context, generation_pb2.GenerateResponse, multiplexed=True)
         await call.serve(request_iterator)
 
     async def GenerateStream(  # type: ignore[override]  # writes by context.write
         self, request: generation_pb2.GenerateStreamRequest, context: Context
     ) -> None:
-        response = generation_pb2.GenerateStreamResponse
-        call = StreamCall(self._replica, self._intake, context, response, multiplexed=False)
+        await self._refuse_when_full(request.start, context)
+        call = self._call(context, generation_pb2.GenerateStreamResponse, multiplexed=False)
         await call.serve_one(request.start)
+
+    def _call(self, context: Context, response: Callable[[], Any], *, multiplexed: bool) -> StreamCall:
+        return StreamCall(self._replica, self._intake, self._reports, context, response, multiplexed=multiplexed)
+
+    async def _refuse_when_full(self, start: generation_pb2.StartGeneration, context: Context) -> None:
+        """Ends a call of one request at once, if no request is taken."""
+        refusal = self._intake.refusal()
+        if refusal is not None:
+            self._intake.note_refused(start.request_id, refusal, time.monotonic())
+            self._reports.attach(context)
+            await abort(context, refusal)
 
     async def GenerateUnary(
         self, request: generation_pb2.GenerateUnaryRequest, context: Context
     ) -> generation_pb2.GenerateUnaryResponse:
+        await self._refuse_when_full(request.start, context)
         arrival = time.monotonic()
         deadline = rpc_deadline(context, arrival)
         done = asyncio.Event()
@@ -72,7 +85,7 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
         finally:
             if not output.closed:
                 output.control.release()
-        attach_report(context, self._replica)
+        self._reports.attach(context)
         if output.failure is not None:
             await abort(context, output.failure)
         return output.take_all()
@@ -99,6 +112,7 @@ class StreamCall:
         self,
         replica: Replica,
         intake: Intake,
+        reports: LoadReports,
         context: Context,
         response: Callable[[], Any],
         *,
@@ -106,6 +120,7 @@ class StreamCall:
     ) -> None:
         self._replica = replica
         self._intake = intake
+        self._reports = reports
         self._context = context
         self._multiplexed = multiplexed
         self._deadline = rpc_deadline(context, time.monotonic())
@@ -127,7 +142,7 @@ class StreamCall:
         await self._end(failure)
 
     async def serve_one(self, start: generation_pb2.StartGeneration) -> None:
-        """The same for one request. One that is refused at once needs no tasks: under overload most of them are."""
+        """The same for one request. One that is refused at once needs no tasks."""
         self._replica.streams.add(self._stream)
         try:
             self._start(start)
@@ -140,7 +155,7 @@ class StreamCall:
         await self._end(failure)
 
     async def _end(self, failure: Failure | None) -> None:
-        attach_report(self._context, self._replica)
+        self._reports.attach(self._context)
         if failure is not None:
             await abort_bounded(self._context, failure)
 
@@ -198,8 +213,13 @@ class StreamCall:
         if start.request_id and start.request_id in self._stream.outputs:
             self._stream.fail(duplicate_request_id(start.request_id))
             return
-        parsed = parse(start, self._replica, arrival, windowed=self._multiplexed)
         stream = self._stream
+        refusal = self._intake.refusal()
+        if refusal is not None and stream.fails_with_first:
+            self._intake.note_refused(start.request_id, refusal, arrival)
+            stream.fail(refusal)
+            return
+        parsed = refusal or parse(start, self._replica, arrival, windowed=self._multiplexed)
         if isinstance(parsed, Failure):
             output = self._intake.refused(start.request_id, parsed, arrival, stream.pending, stream.mark_ready)
         else:

@@ -6,11 +6,11 @@ import asyncio
 import logging
 from collections.abc import Callable
 
-from engine import EngineDiedError, GenerationRequest, InvalidRequestError
+from engine import EngineDiedError, GenerationRequest, InvalidRequestError, Timing, Usage
 from service.admission import Admission
 from service.convert.prompts import check_output_scores, check_prompt_bytes, check_prompt_length, check_prompt_scores
 from service.live import LiveRequest
-from service.output import PendingBytes, RequestOutput
+from service.output import REQUEST_ENDED, PendingBytes, RequestOutput, ending
 from service.replica import Replica
 from service.request import ChatPrompt, Generation, TextPrompt, TokenPrompt
 from service.status import Failure, RequestRefusedError, engine_died, internal, invalid
@@ -28,6 +28,20 @@ class Intake:
     def __init__(self, replica: Replica) -> None:
         self._replica = replica
         self._admission = Admission(replica)
+
+    def refusal(self) -> Failure | None:
+        """Why this caller's requests are not taken now, whatever they are. Asked before anything of a request is looked
+        at: under overload most are refused, and those that are not wait for it."""
+        return self._replica.quotas.refusal(CALLER.get()) or self._admission.refusal()
+
+    def note_refused(self, request_id: str, failure: Failure, arrival: float) -> None:
+        """Tells metrics, log and traces of a request that was refused with its whole RPC and has no output."""
+        replica = self._replica
+        timer = replica.metrics.timer(arrival)
+        timer.ended(failure, Usage(), Timing(), cancelled=False)
+        span = replica.spans.begin(Generation(request_id, TokenPrompt([]), arrival), replica.info.instance_id)
+        span.ended(failure, Usage(), Timing(), [], cancelled=False)
+        LOGGER.info(REQUEST_ENDED, extra=ending(replica.new_engine_id(), request_id, failure, Usage(), timer.elapsed()))
 
     def refused(
         self,
@@ -50,15 +64,12 @@ class Intake:
         on_ready: Callable[[RequestOutput], None],
         rpc_deadline: float | None,
     ) -> RequestOutput:
-        """Starts a request; long prompts are tokenized in a thread meanwhile. rpc_deadline: `time.monotonic()`."""
+        """Starts a request that `refusal` has nothing against; long prompts are tokenized in a thread meanwhile.
+        rpc_deadline: `time.monotonic()`."""
         request, output = self._new_output(generation, pending, on_ready)
-        quota = self._replica.quotas.refusal(request.caller)
         self._replica.live.add(request)
         deadline = _earlier(rpc_deadline, _after(generation.arrival, generation.timeout))
         try:
-            if quota is not None:
-                raise RequestRefusedError(quota)
-            self._admission.check()
             self._check_bytes(generation)
             if _text_bytes(generation) <= INLINE_BYTES:
                 self._submit(request, output, deadline, self._tokenize(generation))

@@ -68,15 +68,30 @@ MALFORMED = Malformed()
 
 
 class MalformedRequests(aio.ServerInterceptor):  # type: ignore[type-arg]  # no generic class at run time
-    """Answers garbage with INVALID_ARGUMENT. gRPC itself would call it UNKNOWN and log a stack trace for each."""
+    """Answers garbage with INVALID_ARGUMENT. gRPC itself would call it UNKNOWN and log a stack trace for each.
+
+    The innermost interceptor: what it gets are the methods' own handlers, which it wraps once.
+    """
+
+    def __init__(self) -> None:
+        self._wrapped: dict[str, grpc.RpcMethodHandler[Any, Any]] = {}
 
     async def intercept_service(
         self,
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Any:
+        wrapped = self._wrapped.get(handler_call_details.method)
+        if wrapped is not None:
+            return wrapped
         handler = await continuation(handler_call_details)
-        if handler is None or handler.request_deserializer is None:
+        if handler is None:  # no such method; names that clients make up are not kept
+            return handler
+        self._wrapped[handler_call_details.method] = wrapped = self._wrap(handler)
+        return wrapped
+
+    def _wrap(self, handler: Any) -> Any:
+        if handler.request_deserializer is None:
             return handler
         kind = next(kind for kind in HANDLER_KINDS if getattr(handler, kind) is not None)
         if not inspect.iscoroutinefunction(getattr(handler, kind)):

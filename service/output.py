@@ -56,6 +56,24 @@ GATHERED_BYTES = 1 << 18  # a candidate that coalesces sends when it has so much
 PROMPT_SCORES_AT_ONCE = 1 << 14  # log probabilities of the prompt in one event, alternatives included
 
 
+REQUEST_ENDED = "request ended"
+
+
+def ending(
+    engine_id: str, client_id: str, outcome: Failure | str, usage: Usage, seconds: float
+) -> dict[str, str | int | float]:
+    """What the log says of a request's end."""
+    return {
+        "request_id": engine_id,
+        "client_request_id": client_id,
+        "outcome": outcome.reason if isinstance(outcome, Failure) else outcome,
+        "problem": outcome.message if isinstance(outcome, Failure) else "",
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "seconds": round(seconds, 6),
+    }
+
+
 class Piece(msgspec.Struct, frozen=True, gc=False):
     """Tokens of one candidate that are ready to be sent, with exactly their text. `size` is about their bytes."""
 
@@ -388,7 +406,9 @@ class RequestOutput:
             self._drop_if_windowed()
         self._timer.ended(failure, usage, self.timing, cancelled=self.cancelled)
         self._span.ended(failure, usage, self.timing, self._finishes, cancelled=self.cancelled)
-        LOGGER.info("request ended", extra=self._log_fields())
+        outcome = "cancelled" if self.cancelled else "finished"
+        ids = (self.control.engine_id, self.generation.request_id)
+        LOGGER.info(REQUEST_ENDED, extra=ending(*ids, self.failure or outcome, usage, self._timer.elapsed()))
         self.control.ended()
 
     def _drop_if_windowed(self) -> None:
@@ -396,18 +416,6 @@ class RequestOutput:
         if self.options.window:
             for candidate in self.candidates:
                 candidate.drop()
-
-    def _log_fields(self) -> dict[str, object]:
-        failure, usage = self.failure, self.usage
-        return {
-            "request_id": self.control.engine_id,
-            "client_request_id": self.generation.request_id,
-            "outcome": failure.reason if failure is not None else "cancelled" if self.cancelled else "finished",
-            "problem": failure.message if failure is not None else "",
-            "prompt_tokens": usage.prompt_tokens,
-            "completion_tokens": usage.completion_tokens,
-            "seconds": round(self._timer.elapsed(), 6),
-        }
 
     @property
     def urgent(self) -> bool:

@@ -60,6 +60,11 @@ class OutputStream:
 
     # --- the reader's side ------------------------------------------------------------------------------------------
 
+    @property
+    def fails_with_first(self) -> bool:
+        """Whether nothing was started yet: a refusal now is the whole RPC's, for the client's own retry policy."""
+        return self._first is None
+
     def attach(self, output: RequestOutput) -> None:
         self.outputs[output.request_id] = output
         if self._first is None:

@@ -1,7 +1,8 @@
-"""Abuse of a server process by many clients at once: `python -m tests.service.abuse [SECONDS]`.
+"""Abuse of a server process by many clients at once: `python -m tests.service.abuse [SECONDS [OVERLOAD]]`.
 
 Clients that never read, are killed, are frozen, send garbage, cancel at random tokens, and well-behaved ones, two
-hundred together and several times more than the scripted engine can take. A prober asks for health and for work all
+hundred together. Those that can be refused try again after a pause that keeps OVERLOAD (3.5) tries for each that is
+taken; the others come on top. A prober asks for health and for work all
 the while: its times are the figures. It has a process of its own, and all others, which in life have machines of their
 own, are nice to it and to the server.
 """
@@ -36,17 +37,22 @@ UNREADING = [*OWN_CONNECTION, ("grpc.http2.bdp_probe", 0)]
 CALL_SECONDS = 20.0
 NICE = ("nice", "-n", "10")
 WARM_SECONDS = 3.0
+OVERLOAD = 3.5
+PACE_SECONDS = 0.5
 
 
 @dataclass
 class Report:
-    """Times in seconds, memory in bytes. outcomes: how the calls of well-behaved clients and of the prober ended. Times
-    and memory are taken between the clients' start, when two hundred of them connect, and their end."""
+    """Times in seconds, memory in bytes. outcomes: how the calls of well-behaved clients and of the prober ended.
+    tries, taken: of all clients that pace themselves. Times and memory are taken between the clients' start, when two
+    hundred of them connect, and their end."""
 
     duration: float
     started: float = field(default_factory=time.monotonic)
     outcomes: Counter[str] = field(default_factory=Counter)
     wrong_texts: int = 0
+    tries: int = 0
+    taken: int = 0
     refusal_seconds: list[float] = field(default_factory=list)
     first_token_seconds: list[float] = field(default_factory=list)
     health_seconds: list[float] = field(default_factory=list)
@@ -64,13 +70,14 @@ class Report:
 
     @property
     def overload(self) -> float:
-        """Requests over requests served, of well-behaved clients, which wait a while after each refusal."""
-        return (self.outcomes["OK"] + self.outcomes["QUEUE_FULL"]) / max(1, self.outcomes["OK"])
+        """Requests over requests that were not refused."""
+        return self.tries / max(1, self.taken)
 
     def figures(self) -> dict[str, float]:
         return {
             "abuse_seconds": self.duration,
             "abuse_overload": self.overload,
+            "abuse_requests_per_second": self.tries / self.duration,
             "abuse_refusals": len(self.refusal_seconds),
             "abuse_refusal_p50_ms": percentile(self.refusal_seconds, 50) * 1e3,
             "abuse_refusal_p99_ms": percentile(self.refusal_seconds, 99) * 1e3,
@@ -84,7 +91,7 @@ class Report:
         """What must hold however fast the machine is."""
         assert set(self.outcomes) == {"OK", "QUEUE_FULL", "SERVING"}, f"{self.outcomes}: untyped, or not healthy"
         assert self.wrong_texts == 0
-        assert self.overload > 2.0, "no overload, no proof"
+        assert 0 < self.taken < self.tries, "no overload, no proof"
         assert self.memory_growth < 0.05
 
 
@@ -98,6 +105,31 @@ def request(text: str, max_tokens: int | None = None) -> generation_pb2.StartGen
 
 def stub_of(channel: aio.Channel) -> Any:
     return generation_pb2_grpc.GenerationServiceStub(channel)
+
+
+@dataclass
+class Pace:
+    """How long clients wait after a refusal: so that there are `overload` tries for each one that is taken."""
+
+    overload: float
+    pause: float = 0.2
+    tries: int = 0
+    taken: int = 0
+
+    def note(self, taken: bool) -> None:
+        self.tries += 1
+        self.taken += taken
+
+    async def keep(self) -> None:
+        tries, taken = 0, 0
+        while True:
+            await asyncio.sleep(PACE_SECONDS)
+            ratio = (self.tries - tries) / max(1, self.taken - taken)
+            self.pause = min(5.0, max(0.01, self.pause * min(1.5, max(0.7, ratio / self.overload))))
+            tries, taken = self.tries, self.taken
+
+    def pauses(self) -> float:
+        return self.pause * random.uniform(0.5, 1.5)
 
 
 # --- attackers, in a process of their own ----------------------------------------------------------------------------
@@ -114,15 +146,19 @@ async def never_read(address: str, stop: asyncio.Event) -> None:
             call.cancel()
 
 
-async def cancel_at_random(address: str, stop: asyncio.Event) -> None:
+async def cancel_at_random(address: str, stop: asyncio.Event, pace: Pace) -> None:
     async with aio.insecure_channel(address, OWN_CONNECTION) as channel:
         while not stop.is_set():
             call = stub_of(channel).GenerateStream(generation_pb2.GenerateStreamRequest(start=request("cancelled")))
-            with contextlib.suppress(aio.AioRpcError):
+            taken = True
+            try:
                 for _ in range(random.randrange(5)):
                     await call.read()
+            except aio.AioRpcError:
+                taken = False
             call.cancel()
-            await wait(stop, random.uniform(0, 0.1))
+            pace.note(taken)
+            await wait(stop, random.uniform(0, 0.1) if taken else pace.pauses())
 
 
 async def send_garbage(address: str, stop: asyncio.Event) -> None:
@@ -165,18 +201,22 @@ async def victim(address: str) -> None:
             await call.read()
 
 
-async def attack(address: str, seconds: float) -> None:
-    stop = asyncio.Event()
+async def attack(address: str, seconds: float, overload: float) -> None:
+    """Prints how often those that pace themselves tried, and were taken."""
+    stop, pace = asyncio.Event(), Pace(overload)
     actors: list[tuple[Callable[[str, asyncio.Event], Awaitable[None]], int]] = [
         (never_read, 60),
-        (cancel_at_random, 60),
+        (lambda *arguments: cancel_at_random(*arguments, pace), 60),
         (send_garbage, 16),
         (be_killed, 2),
     ]
+    pacing = asyncio.create_task(pace.keep())
     tasks = [asyncio.ensure_future(actor(address, stop)) for actor, count in actors for _ in range(count)]
     await asyncio.sleep(seconds)
     stop.set()
     await asyncio.wait(tasks, timeout=CALL_SECONDS)
+    pacing.cancel()
+    print(json.dumps({"tries": pace.tries, "taken": pace.taken}))
 
 
 async def wait(stop: asyncio.Event, seconds: float) -> None:
@@ -187,9 +227,9 @@ async def wait(stop: asyncio.Event, seconds: float) -> None:
 # --- well-behaved clients, in a process of their own -----------------------------------------------------------------
 
 
-async def behave(address: str, seconds: float) -> None:
+async def behave(address: str, seconds: float, overload: float) -> None:
     """Prints how their calls ended, and how many texts were wrong."""
-    stop, outcomes, wrong = asyncio.Event(), Counter[str](), Counter[str]()
+    stop, outcomes, wrong, pace = asyncio.Event(), Counter[str](), Counter[str](), Pace(overload)
 
     async def one() -> None:
         async with aio.insecure_channel(address, OWN_CONNECTION) as channel:
@@ -198,13 +238,17 @@ async def behave(address: str, seconds: float) -> None:
                 outcome, text = await ask(channel, tokens)
                 outcomes[outcome] += 1
                 wrong["texts"] += outcome == "OK" and text != ALPHABET[:tokens]
-                await wait(stop, 0.0 if outcome == "OK" else random.uniform(0.1, 0.3))
+                pace.note(outcome == "OK")
+                await wait(stop, 0.0 if outcome == "OK" else pace.pauses())
 
+    pacing = asyncio.create_task(pace.keep())
     tasks = [asyncio.create_task(one()) for _ in range(60)]
     await asyncio.sleep(seconds)
     stop.set()
     await asyncio.gather(*tasks)
-    print(json.dumps({"outcomes": outcomes, "wrong_texts": wrong["texts"]}))
+    pacing.cancel()
+    told = {"outcomes": outcomes, "wrong_texts": wrong["texts"], "tries": pace.tries, "taken": pace.taken}
+    print(json.dumps(told))
 
 
 async def ask(channel: aio.Channel, tokens: int) -> tuple[str, str]:
@@ -250,29 +294,31 @@ async def probe_health(server: Process, stop: asyncio.Event, report: Report) -> 
 
 
 async def probe_refusals(server: Process, stop: asyncio.Event, report: Report) -> None:
-    async with aio.insecure_channel(server.address, OWN_CONNECTION) as channel:
+    async with aio.insecure_channel(server.address, OWN_CONNECTION) as channel, asyncio.TaskGroup() as admitted:
         await channel.channel_ready()  # connecting is not what is timed
         while not stop.is_set():
             started = time.monotonic()
-            outcome = await try_to_start(channel, started, report)
-            if outcome == "QUEUE_FULL" and report.measures:
-                report.refusal_seconds.append(time.monotonic() - started)
-            report.outcomes[outcome] += outcome != "OK"  # which are for clients that wanted an answer
+            call = stub_of(channel).GenerateStream(generation_pb2.GenerateStreamRequest(start=request("tried")))
+            try:
+                first = await call.read()
+            except aio.AioRpcError as error:
+                report.outcomes[reason_of(error)] += 1
+                if report.measures:
+                    report.refusal_seconds.append(time.monotonic() - started)
+            else:
+                admitted.create_task(time_first_token(call, first, started, report))
             await wait(stop, 0.03)
 
 
-async def try_to_start(channel: aio.Channel, started: float, report: Report) -> str:
-    """How a stream begins; one that was admitted is left at its first token."""
-    call = stub_of(channel).GenerateStream(generation_pb2.GenerateStreamRequest(start=request("tried")))
-    try:
-        while not any(event.HasField("delta") for event in (await call.read()).events):
-            pass
-    except aio.AioRpcError as error:
-        return reason_of(error)
+async def time_first_token(
+    call: Any, message: generation_pb2.GenerateStreamResponse, started: float, report: Report
+) -> None:
+    """Of a request that was admitted, and is left then."""
+    while not any(event.HasField("delta") for event in message.events):
+        message = await call.read()
     if report.measures:
         report.first_token_seconds.append(time.monotonic() - started)
     call.cancel()
-    return "OK"
 
 
 async def until_idle(address: str) -> capacity_pb2.Capacity:
@@ -287,21 +333,22 @@ async def until_idle(address: str) -> capacity_pb2.Capacity:
                 await asyncio.sleep(0.1)
 
 
-async def abuse(server: Process, seconds: float) -> Report:
+async def abuse(server: Process, seconds: float, overload: float = OVERLOAD) -> Report:
     """Runs everything against a server for so long, then waits until the server holds nothing."""
     report, stop = Report(seconds), asyncio.Event()
-    attackers, behaved = await role("attack", server, seconds), await role("behave", server, seconds)
+    attackers, behaved = [await role(name, server, seconds, overload) for name in ("attack", "behave")]
     probes = [asyncio.create_task(probe(server, stop, report)) for probe in (probe_health, probe_refusals)]
     try:
         out, _ = await asyncio.wait_for(behaved.communicate(), seconds + 2 * CALL_SECONDS)
-        await asyncio.wait_for(attackers.wait(), 2 * CALL_SECONDS)
+        attacked, _ = await asyncio.wait_for(attackers.communicate(), 2 * CALL_SECONDS)
     finally:
         for process in (attackers, behaved):
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
         stop.set()
     await asyncio.gather(*probes)
-    said = json.loads(out)
+    said, attack_said = json.loads(out), json.loads(attacked)
+    report.tries, report.taken = (said[name] + attack_said[name] for name in ("tries", "taken"))
     report.outcomes.update(said["outcomes"])
     report.wrong_texts = said["wrong_texts"]
     await until_idle(server.address)
@@ -309,8 +356,8 @@ async def abuse(server: Process, seconds: float) -> Report:
     return report
 
 
-async def role(name: str, server: Process, seconds: float) -> asyncio.subprocess.Process:
-    command = (*NICE, sys.executable, "-m", "tests.service.abuse", name, server.address, str(seconds))
+async def role(name: str, server: Process, seconds: float, overload: float) -> asyncio.subprocess.Process:
+    command = (*NICE, sys.executable, "-m", "tests.service.abuse", name, server.address, str(seconds), str(overload))
     pipe, null = asyncio.subprocess.PIPE, asyncio.subprocess.DEVNULL
     return await asyncio.create_subprocess_exec(*command, stdout=pipe, stderr=null, cwd=ROOT)
 
@@ -330,21 +377,22 @@ def measure() -> dict[str, float]:
 
     report = asyncio.run(run())
     report.check()
+    assert report.overload > 0.8 * OVERLOAD, "not the overload that was asked for"
     return report.figures()
 
 
 async def main(arguments: list[str]) -> None:
     match arguments:
-        case ["attack", address, duration]:
-            await attack(address, float(duration))
-        case ["behave", address, duration]:
-            await behave(address, float(duration))
+        case ["attack", address, *numbers]:
+            await attack(address, *map(float, numbers))
+        case ["behave", address, *numbers]:
+            await behave(address, *map(float, numbers))
         case ["victim", address]:
             await victim(address)
         case _:
-            seconds = float(arguments[0]) if arguments else 60.0
+            seconds, overload = (*map(float, arguments), *(60.0, OVERLOAD)[len(arguments) :])
             async with server_process("-m", "tests.service.fake_server", env=OVERLOADED) as server:
-                report = await abuse(server, seconds)
+                report = await abuse(server, seconds, overload)
                 print(json.dumps({"outcomes": dict(report.outcomes), **report.figures()}, indent=2))
                 report.check()
 

@@ -109,6 +109,25 @@ async def test_refused_first_start_fails_the_stream_so_that_clients_retry() -> N
         holding.call.cancel()
 
 
+async def test_full_queue_refuses_before_it_looks_at_the_request() -> None:
+    """Under overload most requests are refused: nothing is parsed, tokenized or made for them first."""
+    wrong = start(sampling=pb.SamplingParameters(temperature=-1))
+    async with running(tight_engine()) as served:
+        assert (await refusal(served, wrong)).reason == "INVALID_PARAMETER"
+        holding = await fill(served)
+        assert (await refusal(served, wrong)).reason == "QUEUE_FULL"
+        calls = [
+            served.generation.GenerateStream(pb.GenerateStreamRequest(start=wrong), timeout=10),
+            Stream(served).call,
+        ]
+        await calls[1].write(pb.GenerateRequest(start=wrong))
+        for call in calls:
+            messages, error = await read_to_error(call)
+            assert (messages, error_status(error).reason) == ([], "QUEUE_FULL")
+        assert served.server.replica.metrics.outcomes("QUEUE_FULL") == 3
+        holding.call.cancel()
+
+
 async def test_refused_later_start_is_an_event() -> None:
     async with running(tight_engine()) as served:
         stream = Stream(served)

@@ -63,7 +63,7 @@ class Gate:
     def write(self, text: str) -> None:
         self.entered.set()
         assert self.open.wait(10)
-        self.lines.append(json.loads(text))
+        self.lines += [json.loads(line) for line in text.splitlines()]
 
     def flush(self) -> None:
         pass
@@ -100,3 +100,25 @@ def test_a_broken_stream_ends_nothing(problem: type[Exception]) -> None:
     for _ in range(3):
         handler.emit(logging.makeLogRecord({"msg": "x"}))
     handler.close()
+
+
+def test_lines_that_come_together_are_written_together() -> None:
+    """A write a line wakes both ends of the pipe for each."""
+    writes: list[str] = []
+
+    class Counted(Gate):
+        def write(self, text: str) -> None:
+            super().write(text)
+            writes.append(text)
+
+    gate = Counted()
+    handler = BackgroundHandler(gate)  # type: ignore[arg-type]
+    handler.setFormatter(JsonFormatter())
+    handler.emit(logging.makeLogRecord({"msg": "first"}))
+    assert gate.entered.wait(10)
+    for index in range(50):
+        handler.emit(logging.makeLogRecord({"msg": str(index)}))
+    gate.open.set()
+    handler.close()
+    assert [line["message"] for line in gate.lines] == ["first", *map(str, range(50))]
+    assert len(writes) == 2

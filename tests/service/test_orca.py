@@ -63,7 +63,7 @@ async def test_out_of_band_reports_follow_the_load(served: Running) -> None:
 
 def test_rate_is_smoothed() -> None:
     rate = RequestRate()
-    now = rate._updated_at
+    now = rate.updated_at
     for second in range(1, 61):
         rate.update(5 * second, second, now + second)
     assert rate.requests == pytest.approx(5, rel=0.01)
