@@ -116,8 +116,7 @@ class SteppingServer:
             if not telemetry or now - telemetry[-1].at >= 1.0:
                 telemetry.append(self._telemetry(now, steps, len(running), len(waiting), generated, refused))
         rows += [self._row(job, Outcome.CENSORED, now) for job in (*running, *waiting)]
-        rows = [_with_level(row, self.next_level) for row in sorted(rows, key=lambda row: row.index)]
-        return rows, telemetry, now
+        return sorted(rows, key=lambda row: row.index), telemetry, now
 
     def _telemetry(
         self, now: float, steps: int, running: int, waiting: int, generated: int, refused: int
@@ -140,7 +139,7 @@ class SteppingServer:
 
     def _refused(self, job: Job) -> RequestRow:
         return RequestRow(
-            level=0,
+            level=self.next_level,
             index=job.index,
             kind="chat",
             outcome=Outcome.REFUSED,
@@ -153,7 +152,7 @@ class SteppingServer:
 
     def _row(self, job: Job, outcome: Outcome, finish: float) -> RequestRow:
         return RequestRow(
-            level=0,
+            level=self.next_level,
             index=job.index,
             kind="chat",
             outcome=outcome,
@@ -168,10 +167,6 @@ class SteppingServer:
             completion_tokens=job.tokens if outcome is Outcome.COMPLETED else None,
             code="OK" if outcome is Outcome.COMPLETED else "",
         )
-
-
-def _with_level(row: RequestRow, level: int) -> RequestRow:
-    return RequestRow(**{**{name: getattr(row, name) for name in row.__struct_fields__}, "level": level})
 
 
 def queue_waits(arrivals: list[float], servers: int, service: Callable[[], float]) -> list[tuple[float, float]]:

@@ -35,9 +35,9 @@ class InterruptedFleet:
         raise Interrupted([])
 
 
-@pytest.mark.parametrize(("seconds", "kept"), [(0.05, 0), (0.4, 1)])
+@pytest.mark.parametrize(("warm_up", "kept"), [(60.0, 0), (0.1, 1)])
 async def test_a_level_interrupted_before_its_window_is_no_level(
-    seconds: float, kept: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    warm_up: float, kept: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     @asynccontextmanager
     async def no_telemetry(*_: object) -> AsyncIterator[SimpleNamespace]:
@@ -45,9 +45,9 @@ async def test_a_level_interrupted_before_its_window_is_no_level(
 
     monkeypatch.setattr(drive, "Telemetry", no_telemetry)
     result = Result.create(tmp_path / "result", run_record())
-    fleet: Any = InterruptedFleet(seconds)
+    fleet: Any = InterruptedFleet(0.2)
     driver = ServiceDriver(fleet, result, {"short": SHORT}, "nowhere:1", [1], time.monotonic(), floor=0.1)
-    plan = LevelPlan(phase=Phase.LADDER, warm_up=0.2, window=1.0, drain_limit=0.1, seed=1, rate=5.0)
+    plan = LevelPlan(phase=Phase.LADDER, warm_up=warm_up, window=1.0, drain_limit=0.1, seed=1, rate=5.0)
     with pytest.raises(asyncio.CancelledError):
         await driver.run(plan)
     assert len(result.levels) == kept

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import statistics
 
 import msgspec
 import pytest
@@ -28,33 +29,35 @@ def poisson(rate: float, seconds: float, seed: int = 1) -> list[float]:
 @pytest.mark.slow
 async def test_a_freeze_of_five_seconds_shows_in_every_request_that_it_held_up() -> None:
     """A client that waits for answers would have sent one request in these five seconds, and seen one slow answer."""
-    frozen = Behaviour(mode="queue", mean=0.002, freeze_after=3.0, freeze=5.0)
-    part = await play(frozen, times(flat(50, 12.0), ArrivalProcess.CONSTANT, random.Random(1)), 12.0)
-    assert len(part.rows) == 600
+    frozen = Behaviour(mode="queue", mean=0.002, freeze_after=1.0, freeze=5.0)
+    part = await play(frozen, times(flat(50, 7.0), ArrivalProcess.CONSTANT, random.Random(1)), 7.0)
+    assert len(part.rows) == 350
     held = [wait for wait in waits(part.rows) if wait > 0.1]
-    assert 235 <= len(held) <= 300
+    assert 244 <= len(held) <= 300  # 245; a few more where the machine, too, is slow
     assert max(held) > 4.5
-    assert sum(held) / len(held) == pytest.approx(2.5, rel=0.1)
+    assert statistics.median(held) == pytest.approx(2.5, abs=0.5)
     assert measure([part], LIMITS).ttft.p90.value > 1.0  # type: ignore[union-attr]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("transport", list(Transport))
 async def test_waiting_times_are_those_of_the_queue_that_the_schedule_makes(transport: Transport) -> None:
-    """A queue with constant service times, whose waits follow from the arrival times alone."""
-    arrivals, mean = poisson(20.0, 8.0, seed=7), 0.04
-    part = await play(Behaviour(mode="queue", mean=mean), arrivals, 8.0, clients=2, transport=transport)
-    expected = [end - at for at, (_, end) in zip(arrivals, queue_waits(arrivals, 1, lambda: mean), strict=True)]
-    measured = measure([part], LIMITS).ttft
-    assert measured is not None
-    assert measured.count == len(arrivals)
-    assert measured.mean.value == pytest.approx(sum(expected) / len(expected), rel=0.1)
+    """A queue with constant service times, whose ends follow from the arrival times alone: none can come sooner, and
+    most do not come later by a service time unless the machine holds them up."""
+    arrivals, mean = poisson(20.0, 4.0, seed=7), 0.03
+    part = await play(Behaviour(mode="queue", mean=mean), arrivals, 4.0, clients=2, transport=transport)
+    expected = [end for _, end in queue_waits(arrivals, 1, lambda: mean)]
+    assert max(end - at for at, end in zip(arrivals, expected, strict=True)) > 3 * mean
+    ends = sorted(row.intended - part.begin + wait for row, wait in zip(part.rows, waits(part.rows), strict=True))
+    late = [end - least for end, least in zip(ends, expected, strict=True)]
+    assert min(late) > -0.001
+    assert statistics.median(late) < mean
 
 
 @pytest.mark.parametrize("transport", list(Transport))
 async def test_tokens_come_with_stamps_counts_and_lags(transport: Transport) -> None:
     pace = Behaviour(mode="pace", period=0.01, tokens_per_period=2)
-    part = await play(pace, poisson(20.0, 2.0), 2.0, transport=transport, tokens=(5, 5), stamps=True, clients=2)
+    part = await play(pace, poisson(40.0, 1.0), 1.0, transport=transport, tokens=(5, 5), stamps=True, clients=2)
     assert [row.outcome for row in part.rows] == [Outcome.COMPLETED] * 40
     for row in part.rows:
         assert row.tokens == row.asked_tokens == row.completion_tokens == 5
@@ -67,15 +70,16 @@ async def test_tokens_come_with_stamps_counts_and_lags(transport: Transport) -> 
     assert {report.client for report in part.level.clients} == {0, 1}
     assert all(report.receive_lag_p99 is not None for report in part.level.clients)
     assert all(report.nice <= os.getpriority(os.PRIO_PROCESS, 0) for report in part.level.clients)
-    assert sum(report.tokens_per_second for report in part.level.clients) == pytest.approx(100.0, rel=0.1)
+    received = sum(count for at, count in part.stamps() if at < part.end)
+    assert sum(report.tokens_per_second for report in part.level.clients) == pytest.approx(received, abs=5)
 
 
 @pytest.mark.parametrize("transport", list(Transport))
 async def test_what_still_runs_at_the_end_is_a_lower_bound(transport: Transport) -> None:
-    """Two requests that would take a second each, cut off after half of one."""
-    part = await play(Behaviour(mode="queue", mean=1.0, servers=2), [0.0, 0.01], 0.3, drain=0.2, transport=transport)
+    """Two requests that would take five seconds each, cut off after half of one."""
+    part = await play(Behaviour(mode="queue", mean=5.0, servers=2), [0.0, 0.01], 0.3, drain=0.2, transport=transport)
     assert [row.outcome for row in part.rows] == [Outcome.CENSORED] * 2
-    assert all(row.first is None and 0.4 < (row.e2e or 0.0) < 1.0 for row in part.rows)
+    assert all(row.first is None and 0.4 < (row.e2e or 0.0) < 5.0 for row in part.rows)
     ttft = measure([part], LIMITS).ttft
     assert ttft is not None
     assert ttft.p50.censored
@@ -133,7 +137,7 @@ async def test_clients_that_do_not_read_are_cut_off_at_the_end() -> None:
         Behaviour(mode="pace", period=0.01),
         [0.0],
         0.3,
-        drain=0.2,
+        drain=0.7,
         tokens=(10, 10),
         change=lambda entry: msgspec.structs.replace(entry, manner=Manner(deaf=True)),
     )
@@ -144,10 +148,11 @@ async def test_clients_that_do_not_read_are_cut_off_at_the_end() -> None:
 
 
 async def test_a_closed_loop_keeps_its_number_in_flight() -> None:
-    """Four users over service times of 50 ms: eighty a second, and never more than four at once."""
-    part = await play(Behaviour(mode="queue", mean=0.05, servers=4), [0.0] * 400, 2.0, concurrency=4, clients=2)
+    """Four users over service times of 50 ms: a request each nearly all the time, and never more than four at once."""
+    part = await play(Behaviour(mode="queue", mean=0.05, servers=4), [0.0] * 400, 1.0, concurrency=4, clients=2)
     done = [row for row in part.rows if row.outcome is Outcome.COMPLETED]
-    assert 100 <= len(done) <= 164
+    assert 20 <= len(done) <= 84
+    assert part.in_flight > 3.5
     edges = sorted([(row.intended, 1) for row in part.rows] + [(row.finish or 0.0, -1) for row in part.rows])
     depth = most = 0
     for _, step in edges:

@@ -10,6 +10,8 @@ import sys
 import pytest
 from grpc import aio
 
+from service.config import ServiceConfig
+from service.server import server_options
 from tests.service.calls import Stream, run_stream, start, start_message
 from tests.service.fake_engine import Script
 from tests.service.process import ROOT
@@ -23,7 +25,8 @@ PINGING = [
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.use_local_subchannel_pool", 1),
 ]
-SILENT_SECONDS = 25.0  # a server with gRPC's defaults ends such a call after 4 s, with "too_many_pings"
+SILENT_SECONDS = 7.0  # a server with gRPC's defaults ends such a call after 4 s, with "too_many_pings"
+HASTY = {"grpc.keepalive_time_ms": 1000, "grpc.http2.ping_timeout_ms": 2000}
 
 
 @pytest.mark.slow
@@ -41,7 +44,17 @@ async def test_client_that_pings_every_second_survives_a_silent_prefill(served: 
         stream.call.cancel()
 
 
+@pytest.fixture
+def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server asks sooner than it would, and waits less long for an answer."""
+    usual = server_options(ServiceConfig())
+    assert sum(dict(usual)[name] for name in HASTY) < 10_000
+    hastened = [(name, HASTY.get(name, value)) for name, value in usual]
+    monkeypatch.setattr("service.server.server_options", lambda config: hastened)
+
+
 @pytest.mark.slow
+@pytest.mark.usefixtures("hasty")
 async def test_frozen_client_is_cut_and_its_requests_are_freed(served: Running) -> None:
     served.engine.plan = lambda _: Script(steps_before_first=10**9)
     client = await asyncio.create_subprocess_exec(
