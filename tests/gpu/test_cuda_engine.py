@@ -13,7 +13,8 @@ from engine.config import AllocatorKind, Device, EngineConfig, PreemptionMode
 from engine.engine import Engine, GenerationResult
 from engine.errors import ConfigurationError
 from engine.model.source import resolve
-from engine.run.cuda_runner import CudaRunner, decode_buckets
+from engine.run.buckets import decode_buckets
+from engine.run.cuda_runner import CudaRunner
 from engine.text.tokenizer import Tokenizer
 from engine.types import FinishReason, GenerationRequest, Grammar, GrammarKind, SamplingParameters, StopCriteria
 from tests.model.tiny import byte_level_tokenizer, write_tiny_model

@@ -160,23 +160,24 @@ def test_the_head_finds_what_the_sampler_finds(vocab: int, used: int, hidden: in
         assert expected[13] == expected[20] == -1
 
 
+@pytest.mark.parametrize("fixed", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("batch", [1, 5, 64])
-def test_begin_equals_embed_start_and_plan(batch: int, dtype: torch.dtype) -> None:
+def test_begin_equals_embed_start_and_plan(batch: int, dtype: torch.dtype, fixed: bool) -> None:
     hidden, vocab, heads = 1536, 500, (12, 2, 128)
     table, norm = random(vocab, hidden, dtype=dtype), norm_of(hidden, dtype)
     token_ids = torch.arange(batch, dtype=torch.int32, device="cuda") * 9 - 2  # ids outside the table, too
     sources = (torch.arange(batch, dtype=torch.int32, device="cuda") % 3 - 1) * 2
     newest = torch.arange(3, dtype=torch.int32, device="cuda") + 490
     lens = torch.randint(0, 3000, (batch,), dtype=torch.int32, device="cuda")
-    size = ops.paged_attention_workspace_bytes(batch, *heads)
+    size = ops.paged_attention_workspace_bytes(batch, *heads, fixed)
     expected, got = (torch.zeros(size, dtype=torch.uint8, device="cuda") for _ in range(2))
     embedded = poisoned(batch, hidden, dtype=dtype)
     ops.embed(embedded, table, token_ids, sources, newest)
     one, two = new_stream(batch, hidden, dtype), new_stream(batch, hidden, dtype)
     ops_decode.start(one, embedded, norm)
-    ops.plan_attention(lens, *heads, expected)
-    ops_decode.begin(two, table, token_ids, norm, lens, *heads, got, sources=sources, newest=newest)
+    ops.plan_attention(lens, *heads, expected, fixed=fixed)
+    ops_decode.begin(two, table, token_ids, norm, lens, *heads, got, sources=sources, newest=newest, fixed=fixed)
     assert torch.equal(one.residual, two.residual)
     assert torch.equal(one.scaled, two.scaled)
     assert torch.equal(one.square_sums, two.square_sums)
@@ -262,6 +263,25 @@ def test_a_row_depends_on_nothing_but_itself(model: tuple[int, ...], portable: b
             taken = slice(first, first + batch)
             for some, all_rows in zip(op(rows[taken], x[taken]), whole, strict=True):
                 assert torch.equal(some, all_rows[taken])
+
+
+@PATHS
+@pytest.mark.parametrize(("vocab", "hidden"), [(151936, 1536), (49152, 576), (50264, 896)])
+def test_a_row_of_logits_depends_on_nothing_but_itself(vocab: int, hidden: int, portable: bool) -> None:
+    """The head has more tiles than there are multiprocessors, and sums of one chain."""
+    dtype = torch.bfloat16
+    rows, matrix = random(64, hidden, dtype=dtype, scale=3), weight(vocab, hidden, dtype)
+
+    def run(taken: slice) -> Tensor:
+        stream = new_stream(rows[taken].shape[0], hidden, dtype)
+        ops_decode.start(stream, rows[taken].contiguous(), norm_of(hidden, dtype))
+        out = poisoned(rows[taken].shape[0], vocab, dtype=torch.float32)
+        ops_decode.norm_linear(out, stream, matrix, EPS, portable=portable)
+        return out
+
+    whole = run(slice(0, 64))
+    for batch, first in itertools.product([1, 5, 16, 31, 48], [0, 11]):
+        assert torch.equal(run(slice(first, first + batch)), whole[first : first + batch])
 
 
 @PATHS

@@ -60,3 +60,22 @@ def test_logits_are_wanted_of_rows_that_somebody_reads() -> None:
         scheduled.append(ScheduledSequence(sequence, slot, 0, 1, True))
     arrays = decode_arrays(StepPlan(1, scheduled, scheduled, edited=[3]), tables, BUCKET)
     assert arrays.wanted.tolist() == [0, 1, 1, 1, 0, 0, 0, 0]
+
+
+def test_rows_that_do_not_sample_leave_nothing_behind() -> None:
+    """Two that sample, then one that is fed a known token: what its row draws goes where nobody reads."""
+    tables = BlockTables(OracleBlockAllocator(20), SLOTS, 5, SIZE)
+    scheduled = []
+    for row, samples in enumerate((True, True, False)):
+        slot = tables.acquire_slot()
+        tables.grow([slot], [4])
+        one = request(str(row), [1], sampling=SamplingParameters(temperature=0.5), top_logprobs=1)
+        sequence = Sequence(RequestGroup(one, row, 0.0), 0, 0, [10 + row] * 4, 20)
+        scheduled.append(ScheduledSequence(sequence, slot, 3 if samples else 1, 1, samples))
+    arrays = decode_arrays(StepPlan(1, scheduled, scheduled[:2]), tables, BUCKET)
+    assert arrays.token_ids[:3].tolist() == [10, 11, 12]
+    assert arrays.positions[:3].tolist() == [3, 3, 1]
+    assert arrays.context_lens[:3].tolist() == [4, 4, 2]
+    assert arrays.targets.tolist() == [0, 1] + [SLOTS] * 6
+    assert arrays.wanted.tolist() == [1, 1] + [0] * 6
+    assert arrays.sampling.temperature.tolist() == [0.5, 0.5] + [0.0] * 6

@@ -177,3 +177,21 @@ def test_log_probabilities_are_of_the_models_own_distribution() -> None:
     assert [token for token, _ in logprob.top] == [1, 2]
     assert sample(logits, [entry(parameters, top=0)], 4).logprobs[0] == logprob.__class__(1, logprob.logprob, 1, [])
     assert sample(logits, [entry(parameters)], 4).logprobs == []
+
+
+def test_row_by_row_a_rows_scores_are_those_of_the_row_alone() -> None:
+    """To the bit, with as many alternatives as the row asked for; rows that asked for none stay without."""
+    logits = 3 * torch.randn(5, 1003, generator=torch.Generator().manual_seed(1))
+    tokens = torch.tensor([4, 700, 1002, 0, 31], dtype=torch.int32)
+    entries = [entry(SamplingParameters(), top=top) for top in (2, None, 0, 5, 2)]
+    together = logprobs_of(logits, tokens, entries, row_by_row=True)
+    assert together is not None
+    found, plain = together.read(tokens.tolist()), logprobs_of(logits, tokens, entries)
+    assert plain is not None
+    assert found == plain.read(tokens.tolist())
+    assert found[1] is None
+    for row in (0, 2, 3, 4):
+        one = logprobs_of(logits[row : row + 1], tokens[row : row + 1], [entries[row]], row_by_row=True)
+        assert one is not None
+        assert one.read([int(tokens[row])]) == [found[row]]
+    assert logprobs_of(logits, tokens, [entry(SamplingParameters())] * 5, row_by_row=True) is None
