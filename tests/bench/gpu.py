@@ -10,6 +10,8 @@ from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 
+import msgspec
+
 from engine.config import Device, EngineConfig, LoadFormat
 from tests.bench import gpu_steps, offline
 from tests.bench.impossible_job import FULL
@@ -24,7 +26,14 @@ KERNEL_SCRIPTS = ("decode_attention", "prefill_attention", "prefill_linear", "me
 def sections() -> dict[str, Callable[[], Figures]]:
     steps = {f"steps {name}": lambda name=name: _steps(name) for name in SHAPES}
     kernels = {f"kernels {script}": lambda script=script: _kernels(script) for script in KERNEL_SCRIPTS}
-    return {**steps, **kernels, "impossible job": _impossible_job, "offline": offline.measure, "service": _service}
+    return {
+        **steps,
+        **kernels,
+        "impossible job": _impossible_job,
+        "invariant job": _invariant_job,
+        "offline": offline.measure,
+        "service": _service,
+    }
 
 
 def _kernels(script: str) -> Figures:
@@ -55,18 +64,35 @@ def _steps(name: str) -> Figures:
     return {"copy_tbps": ceilings.copy / 1e12, "matmul_tflops": ceilings.matmul / 1e12, **figures}
 
 
+def _base(folder: str) -> EngineConfig:
+    return EngineConfig(
+        model=str(write_shape(Path(folder), "qwen2.5-1.5b")),
+        load_format=LoadFormat.DUMMY,
+        device=Device.CUDA,
+        max_model_len=4096,
+        max_num_batched_tokens=8192,
+    )
+
+
 def _impossible_job() -> Figures:
     """Random weights give near-ties everywhere, and bf16 rounds by batch shape: tokens are compared in tests, on
-    fp32."""
+    fp32, and by the next section."""
     with tempfile.TemporaryDirectory() as folder:
-        base = EngineConfig(
-            model=str(write_shape(Path(folder), "qwen2.5-1.5b")),
-            load_format=LoadFormat.DUMMY,
-            device=Device.CUDA,
-            max_model_len=4096,
-            max_num_batched_tokens=8192,
-        )
-        figures, runs, same = measure_job(base, FULL)
+        figures, runs, same = measure_job(_base(folder), FULL)
     for name, run in runs.items():
         print(f"{name}: {run}, tokens as unlimited: {same[name]}")
     return figures
+
+
+def _invariant_job() -> Figures:
+    """The same with `batch_invariant`: what it costs. Raises AssertionError where a tight pool gives other tokens than
+    an unlimited one. (Smaller batches are other flags, and may.)"""
+    with tempfile.TemporaryDirectory() as folder:
+        base = msgspec.structs.replace(_base(folder), batch_invariant=True, max_num_batched_tokens=2048)
+        figures, runs, same = measure_job(base, FULL, rounds=1)
+    for name, run in runs.items():
+        print(f"{name}: {run}, tokens as unlimited: {same[name]}")
+    wrong = [name for name in runs if name.startswith("tight") and not same[name]]
+    if wrong:
+        raise AssertionError(f"tokens differ from the unlimited pool's: {', '.join(wrong)}")
+    return {f"invariant_{name}": figure for name, figure in figures.items()}
