@@ -179,6 +179,7 @@ def test_it_is_off_unless_asked_for_and_then_shares_nothing(tiny: Path) -> None:
     config = EngineConfig(model=str(tiny), batch_invariant=True, max_num_batched_tokens=16, max_model_len=64)
     residency = Engine(config, lines.append).scheduler.residency
     assert residency.prefix_index is None
+    assert residency.cost.mode is PreemptionMode.SWAP
     assert not residency.shares
     assert [line for line in lines if "batch-invariant" in line] == [
         "batch-invariant: prompts run alone, 16 tokens a step; no prefix cache"

@@ -8,20 +8,22 @@ then pending), so the host works while the device does.
 from __future__ import annotations
 
 import bisect
-import heapq
-import secrets
-from dataclasses import dataclass
 from itertools import repeat
 
 from engine.errors import EngineError
 from engine.schedule.admission import SchedulerLimits, refusal
 from engine.schedule.composition import Composition, MixedSteps, Wanted
+from engine.schedule.counters import Counters
+from engine.schedule.deadlines import Deadlines
+from engine.schedule.finish import finish_after
 from engine.schedule.forecast import Demand, OutputForecast
+from engine.schedule.live_requests import LiveRequests
 from engine.schedule.plan import ScheduledSequence, StepOutcome, StepPlan
 from engine.schedule.policy import Policy, PriorityWithAgeing
 from engine.schedule.queue_delay import Need, Pace, queue_delay
 from engine.schedule.residency import Residency
-from engine.schedule.sequence import Constraint, Phase, RequestGroup, Sequence, edited_tokens, follows_tokens
+from engine.schedule.sequence import Constraint, Phase, RequestGroup, Sequence
+from engine.schedule.waiting_queue import WaitingQueue
 from engine.types import (
     Admitted,
     CandidateFinish,
@@ -40,19 +42,6 @@ from engine.types import (
 
 _MAX_SKIPS = 32  # a sequence that blocks cannot be found for is overtaken at most so often
 _SKIP_WINDOW = 8  # and by one of the next so many only
-
-
-@dataclass(slots=True)
-class Counters:
-    """Totals since start."""
-
-    prompt_tokens: int = 0
-    cached_prompt_tokens: int = 0
-    computed_tokens: int = 0
-    generated_tokens: int = 0
-    preemptions: int = 0
-    swaps: int = 0
-    finished_requests: int = 0
 
 
 class Scheduler:
@@ -77,57 +66,30 @@ class Scheduler:
         self.forecast = forecast
         self.queue_delay = 0.0  # seconds, by the last estimate
         self._outputs = forecast or OutputForecast()
-        self._eos_token_ids = eos_token_ids
         self._policy: Policy = policy or PriorityWithAgeing()
         self._composition: Composition = composition or MixedSteps(limits.max_batched_tokens)
-        self._groups: dict[str, RequestGroup] = {}
-        self._editing: set[str] = set()  # those of the groups that change logits before a draw
-        self._scoring: set[str] = set()  # those that want log probabilities of their prompts
-        self._waiting: list[Sequence] = []
+        self._live = LiveRequests(limits.max_context_tokens, eos_token_ids)
+        self._waiting = WaitingQueue(self._policy)
         self._running: list[Sequence] = []
         self._arriving: list[Sequence] = []
         self._events: list[Event] = []
-        self._arrivals = 0
         self._steps = 0
-        self._queued_prompt_tokens = 0
-        self._deadlines: list[tuple[float, int, str]] = []  # heap of (time, arrival number, request id)
+        self._deadlines = Deadlines(self._live)
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
     def submit(self, request: GenerationRequest, now: float, constraint: Constraint | None = None) -> None:
         """Queues a request, or refuses it with a RequestFailed event. constraint: of the request's grammar."""
-        live = request.request_id in self._groups
-        queued = self.num_queued_requests, self._queued_prompt_tokens
-        refused = refusal(request, self.limits, live, *queued, self.queue_delay)
+        live = request.request_id in self._live
+        position = self.num_queued_requests
+        refused = refusal(request, self.limits, live, position, self._waiting.prompt_tokens, self.queue_delay)
         if refused is not None:
             self._events.append(refused)
             return
-        group = RequestGroup(
-            request=request,
-            order=self._arrivals,
-            arrival=now,
-            stop_ids=frozenset(request.stop.token_ids),
-            eos_ids=frozenset() if request.stop.ignore_eos else self._eos_token_ids,
-        )
-        group.ending_ids = group.stop_ids | group.eos_ids
-        group.edited_tokens = edited_tokens(request, group.ending_ids)
-        group.follows_tokens = follows_tokens(request)
-        self._arrivals += 1
-        position = self.num_queued_requests
-        group.sequences = [self._new_sequence(group, index) for index in range(request.sampling.n)]
-        if constraint is not None:
-            for sequence in group.sequences:
-                sequence.constraint = constraint.copy()
-        self._groups[request.request_id] = group
-        if group.edited_tokens:
-            self._editing.add(request.request_id)
-        if group.scores_prompt:
-            self._scoring.add(request.request_id)
-        for limit in (request.deadline, request.queue_deadline):
-            if limit is not None:
-                heapq.heappush(self._deadlines, (limit, group.order, request.request_id))
+        group = self._live.add(request, now, constraint)
+        self._deadlines.add(group)
         for sequence in group.sequences:
-            self._enqueue(sequence)
+            self._waiting.add(sequence)
         self.counters.prompt_tokens += len(request.prompt_token_ids)
         self._events.append(Admitted(request.request_id, len(request.prompt_token_ids), position))
 
@@ -142,7 +104,7 @@ class Scheduler:
 
     def cancel(self, request_id: str, now: float) -> bool:
         """Ends a request wherever it is; its blocks are free at once. False if it is not live."""
-        group = self._groups.get(request_id)
+        group = self._live.get(request_id)
         if group is None:
             return False
         self._drop_group(group)
@@ -151,7 +113,7 @@ class Scheduler:
 
     def stop_candidate(self, request_id: str, candidate: int, now: float) -> None:
         """Ends one candidate whose text met a stop string; the caller has told its client already."""
-        group = self._groups.get(request_id)
+        group = self._live.get(request_id)
         if group is None or candidate >= len(group.sequences):
             return
         sequence = group.sequences[candidate]
@@ -161,15 +123,15 @@ class Scheduler:
 
     def fail(self, request_id: str, kind: FailureKind, message: str, field: str = "") -> None:
         """Ends a request with a failure event. Unknown ids are ignored: it ended before."""
-        group = self._groups.get(request_id)
+        group = self._live.get(request_id)
         if group is None:
             return
         self._drop_group(group)
         self._events.append(RequestFailed(request_id, kind, message, usage=group.usage(), field=field))
 
     def fail_all(self, kind: FailureKind, message: str) -> None:
-        for request_id in list(self._groups):
-            self.fail(request_id, kind, message)
+        for group in list(self._live):
+            self.fail(group.request_id, kind, message)
 
     def take_events(self) -> list[Event]:
         """Events since the last call, in order."""
@@ -202,8 +164,7 @@ class Scheduler:
         sampling = [entry for entry in scheduled if entry.samples] if pieces else scheduled
         self._steps += 1
         self.counters.computed_tokens += len(decodes) + sum(entry.count for entry in pieces)
-        edited = self._edited(sampling) if self._editing else []
-        scored = self._scored(scheduled) if self._scoring else []
+        edited, scored = self._live.edited(sampling), self._live.scored(scheduled)
         return StepPlan(self._steps, scheduled, sampling, moves, edited, scored)
 
     def prepare_commit(self, plan: StepPlan) -> None:
@@ -272,12 +233,12 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._groups)
+        return bool(self._live)
 
     @property
     def awaits_tokens(self) -> bool:
         """Whether a running request needs the tokens of the last step before the next one is launched."""
-        return bool(self._editing) and any(sequence.group.follows_tokens for sequence in self._running)
+        return self._live.await_tokens(self._running)
 
     @property
     def num_running_requests(self) -> int:
@@ -285,7 +246,7 @@ class Scheduler:
 
     @property
     def num_requests(self) -> int:
-        return len(self._groups)
+        return len(self._live)
 
     @property
     def num_queued_requests(self) -> int:
@@ -293,7 +254,7 @@ class Scheduler:
 
     @property
     def queued_prompt_tokens(self) -> int:
-        return self._queued_prompt_tokens
+        return self._waiting.prompt_tokens
 
     def estimate_delay(self, pace: Pace) -> None:
         """Brings `queue_delay` up to date. Until a first output has ended, how long they are is not known and counts as
@@ -314,72 +275,23 @@ class Scheduler:
         if self.has_work or self._waiting or self._running or self._arriving:
             raise EngineError("check_idle with live requests")
         self.residency.check_idle()
-        if self._queued_prompt_tokens:
-            raise EngineError(f"{self._queued_prompt_tokens} queued prompt tokens with an empty queue")
-
-    def _edited(self, sampling: list[ScheduledSequence]) -> list[int]:
-        return [
-            row
-            for row, entry in enumerate(sampling)
-            if entry.start + entry.count - entry.sequence.num_prompt < entry.sequence.group.edited_tokens
-        ]
-
-    def _scored(self, scheduled: list[ScheduledSequence]) -> list[int]:
-        return [
-            index
-            for index, entry in enumerate(scheduled)
-            if entry.sequence.candidate == 0
-            and entry.start + 1 < entry.sequence.num_prompt
-            and entry.sequence.group.scores_prompt
-        ]
+        if self._waiting.prompt_tokens:
+            raise EngineError(f"{self._waiting.prompt_tokens} queued prompt tokens with an empty queue")
 
     def _take_scores(self, entry: ScheduledSequence, scores: list[TokenLogprob]) -> None:
         """A preempted prompt is computed again: what is known of it is not told twice."""
         group = entry.sequence.group
         new = scores[group.scored_tokens - entry.start - 1 :]
         if new and entry.sequence.phase is not Phase.FINISHED:
-            group.scored_tokens += len(new)
+            self._live.take_scores(group, len(new))
             self._events.append(PromptScored(group.request_id, new))
-            if not group.scores_prompt:
-                self._scoring.discard(group.request_id)
-
-    # -- admission -----------------------------------------------------------------------------------------------------
-
-    def _new_sequence(self, group: RequestGroup, candidate: int) -> Sequence:
-        request = group.request
-        prompt, limit = len(request.prompt_token_ids), self.limits.max_context_tokens
-        max_tokens = request.stop.max_tokens
-        seed = request.sampling.seed
-        return Sequence(
-            group=group,
-            candidate=candidate,
-            seed=(secrets.randbits(64) if seed is None else seed + candidate) % 2**64,
-            token_ids=list(request.prompt_token_ids),
-            max_tokens_total=limit if max_tokens is None else min(limit, prompt + max_tokens),
-        )
-
-    def _enqueue(self, sequence: Sequence) -> None:
-        bisect.insort(self._waiting, sequence, key=self._policy.key)
-        self._queued_prompt_tokens += sequence.num_prompt
-
-    def _dequeue(self, sequence: Sequence) -> None:
-        self._waiting.remove(sequence)
-        self._queued_prompt_tokens -= sequence.num_prompt
 
     # -- planning ------------------------------------------------------------------------------------------------------
 
     def _expire(self, now: float) -> None:
         """Fails what is past its deadline, before any of its tokens are planned."""
-        while self._deadlines and self._deadlines[0][0] <= now:
-            _, order, request_id = heapq.heappop(self._deadlines)
-            group = self._groups.get(request_id)
-            if group is None or group.order != order:
-                continue
-            deadline = group.request.deadline
-            if group.first_scheduled is None:
-                self.fail(request_id, FailureKind.EXPIRED_IN_QUEUE, "deadline passed in the queue")
-            elif deadline is not None and now >= deadline:
-                self.fail(request_id, FailureKind.DEADLINE_EXCEEDED, "deadline passed while running")
+        for request_id, kind, message in self._deadlines.missed(now):
+            self.fail(request_id, kind, message)
 
     def _schedule_running(self) -> tuple[Wanted, bool]:
         """What of the running sequences can run, and whether any had to yield for it: from the end of the policy's
@@ -416,7 +328,7 @@ class Scheduler:
         sequence.preemptions += 1
         sequence.phase = Phase.WAITING
         self.counters.preemptions += 1
-        self._enqueue(sequence)
+        self._waiting.add(sequence)
 
     def _admit(self, budget: int, now: float, *, overlap: bool) -> list[ScheduledSequence]:
         """Waiting sequences in order while budget, slots and blocks last. Behind one that finds no blocks, a few
@@ -426,7 +338,7 @@ class Scheduler:
         blocked: Sequence | None = None
         window = _SKIP_WINDOW
         demand = self._demand() if budget > 0 else None
-        for sequence in self._waiting[: _SKIP_WINDOW + self.limits.max_num_seqs]:
+        for sequence in self._waiting.first(_SKIP_WINDOW + self.limits.max_num_seqs):
             if budget <= 0 or window <= 0 or len(self._running) + len(self._arriving) >= self.limits.max_batched_tokens:
                 break
             if sequence.num_pending or self._waits_for_sibling(sequence):
@@ -437,7 +349,7 @@ class Scheduler:
             if fits and self.residency.claim(sequence, alone=alone, watermark=self.limits.watermark_blocks):
                 if demand is not None:
                     demand.add(sequence)
-                self._dequeue(sequence)
+                self._waiting.remove(sequence)
                 if swapped and overlap:
                     self._expect(sequence)
                 else:
@@ -496,26 +408,13 @@ class Scheduler:
         group = sequence.group
         if group.first_token is None:
             group.first_token = now
-        finish = self._finish_after(sequence, token) if ends else None
+        finish = finish_after(sequence, token) if ends else None
         logprobs = [] if logprob is None else [logprob]
         self._events.append(TokensGenerated(group.request_id, sequence.candidate, [token], logprobs, finish))
         if finish is not None:
             self._outputs.observe(sequence.num_generated)
             self._end(sequence, finish)
             self._finish_group_if_done(group, now)
-
-    def _finish_after(self, sequence: Sequence, token: int) -> CandidateFinish | None:
-        group = sequence.group
-        if sequence.num_generated >= group.request.stop.min_tokens:
-            if token in group.stop_ids:
-                return CandidateFinish(FinishReason.STOP, token_id=token)
-            if token in group.eos_ids:
-                return CandidateFinish(FinishReason.END_OF_SEQUENCE, token_id=token)
-        if len(sequence.token_ids) < sequence.max_tokens_total:
-            return None
-        max_tokens = group.request.stop.max_tokens
-        by_request = max_tokens is not None and sequence.num_generated >= max_tokens
-        return CandidateFinish(FinishReason.MAX_TOKENS if by_request else FinishReason.CONTEXT_LIMIT)
 
     def _end(self, sequence: Sequence, finish: CandidateFinish) -> None:
         match sequence.phase:
@@ -524,14 +423,14 @@ class Scheduler:
             case Phase.ARRIVING:
                 self._arriving.remove(sequence)
             case Phase.WAITING:
-                self._dequeue(sequence)
+                self._waiting.remove(sequence)
         self.residency.release(sequence)
         sequence.phase = Phase.FINISHED
         sequence.finish = finish
 
     def _finish_group_if_done(self, group: RequestGroup, now: float) -> None:
         if group.done:
-            self._forget(group)
+            self._live.forget(group)
             self.counters.finished_requests += 1
             self._events.append(RequestFinished(group.request_id, group.usage(), group.timing(now)))
 
@@ -539,9 +438,4 @@ class Scheduler:
         for sequence in group.sequences:
             if sequence.phase is not Phase.FINISHED:
                 self._end(sequence, CandidateFinish(FinishReason.CANCELLED))
-        self._forget(group)
-
-    def _forget(self, group: RequestGroup) -> None:
-        del self._groups[group.request_id]
-        self._editing.discard(group.request_id)
-        self._scoring.discard(group.request_id)
+        self._live.forget(group)

@@ -49,7 +49,9 @@ def test_the_estimate_is_about_what_a_queue_takes() -> None:
     scheduler.estimate_delay(Pace(prefill_rate=8.0, step_seconds=1.0))
     estimate, steps = scheduler.queue_delay, 0
     scheduler.submit(request("last", [1], 5), 0.0)
-    while scheduler._groups["last"].first_scheduled is None:  # no public way tells when a turn comes
+    last = scheduler._live.get("last")  # no public way tells when a turn comes
+    assert last is not None
+    while last.first_scheduled is None:
         loop.step()
         steps += 1
     assert 0.8 * steps <= estimate <= 1.2 * steps

@@ -63,7 +63,7 @@ class Workload:
     def _step(self) -> bool:
         """Whether the oldest request ran, or there was nothing for it to run."""
         scheduler, runner = self.loop.scheduler, self.loop.runner
-        oldest = next((group.sequences[0] for group in scheduler._groups.values()), None)
+        oldest = next((group.sequences[0] for group in scheduler._live), None)
         done = oldest is None or oldest.num_tokens >= oldest.max_tokens_total
         before = len(runner.plans)  # type: ignore[attr-defined]
         self.events += self.loop.step().events
