@@ -235,6 +235,7 @@ class RequestTimer:
 
     def __init__(self, metrics: Metrics, arrival: float) -> None:
         self._metrics = metrics
+        self._gap = metrics.inter_token.observe
         self._arrival = arrival
         self._first_token_at: float | None = None
 
@@ -245,7 +246,7 @@ class RequestTimer:
         """Notes tokens of a candidate whose last ones came at `last_token_at` (0: none yet). Returns the time."""
         now = time.monotonic()
         if last_token_at:
-            self._metrics.inter_token.observe((now - last_token_at) / count, count)
+            self._gap((now - last_token_at) / count, count)
         elif self._first_token_at is None:
             self._first_token_at = now
             self._metrics.time_to_first_token.observe(now - self._arrival)

@@ -51,6 +51,7 @@ LOGGER = logging.getLogger(__name__)
 EVENT_BYTES = 48
 TOKEN_BYTES = 4
 LOGPROB_BYTES = 24
+WHOLE_TOKEN_BYTES = EVENT_BYTES + TOKEN_BYTES
 EVENT_BYTES_AT_ONCE = 1 << 20  # of one candidate in one event; gRPC clients refuse messages of more than 4 MiB
 GATHERED_BYTES = 1 << 18  # a candidate that coalesces sends when it has so much, whatever the time
 PROMPT_SCORES_AT_ONCE = 1 << 14  # log probabilities of the prompt in one event, alternatives included
@@ -313,14 +314,20 @@ class RequestOutput:
         candidate = self.candidates[event.candidate]
         if candidate.ended:
             return
-        count = len(event.token_ids)
+        token_ids = event.token_ids
+        count = len(token_ids)
         if count:
             if not self._generated:
                 self._span.first_token()
             self._generated += count
             candidate.last_token_at = self._timer.tokens(count, candidate.last_token_at)
+        if event.finish is None and not event.logprobs:
+            text = candidate.text.push_whole(token_ids)
+            if text is not None:  # by far the most frequent
+                candidate.add(Piece(token_ids, text, (), WHOLE_TOKEN_BYTES + len(text)))
+                return
         if event.finish is None:
-            delta = candidate.text.push(event.token_ids, event.logprobs)
+            delta = candidate.text.push(token_ids, event.logprobs)
         else:
             delta = candidate.text.push(*self._output_tokens(event))
         if delta.stopped is not None:
@@ -512,9 +519,10 @@ class RequestOutput:
             return
         count = len(piece.token_ids)
         text, token_ids = piece.text if options.text else "", piece.token_ids if options.token_ids else ()
-        sequence, index, offset = self._next_sequence(), candidate.index, candidate.sent
-        delta = add_delta(events, self.request_id, sequence, index, offset, count, text, token_ids)
-        candidate.sent += count
+        sequence, offset = self._sequence, candidate.sent
+        self._sequence = sequence + 1
+        delta = add_delta(events, self.request_id, sequence, candidate.index, offset, count, text, token_ids)
+        candidate.sent = offset + count
         self._begun = True
         if candidate.pieces:
             self._note_held(candidate)

@@ -93,6 +93,8 @@ class OutputStream:
         if self.writing_since is not None:
             if self.pending.total > self._limits.pending_bytes:
                 self._fail_slow(f"{self.pending.total} bytes wait while the client does not read")
+        elif self._wake.is_set():
+            return  # by another output of the same step
         elif output.urgent or (not self._resting and self._may_send):
             self._wake.set()
         elif not self._resting:

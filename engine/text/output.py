@@ -82,16 +82,25 @@ class OutputText:
     def stopped(self) -> str | None:
         return self._stopped
 
+    def push_whole(self, token_ids: Sequence[int]) -> str | None:
+        """Takes a step's only token if its text is certain at once, which is by far the most frequent case, and gives
+        that text. None: nothing was taken; it is for `push`."""
+        if not self._started or len(token_ids) != 1 or self._held or self._stopped is not None:
+            return None
+        text = self._whole_texts[token_ids[0]]
+        if text is None or not self._matcher.passes(text):
+            return None
+        self._tokens += 1
+        self._offset += len(text)
+        return text
+
     def push(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob] = ()) -> Delta:
         """Takes the tokens of a step and gives what has become certain. After a stop, tokens are only counted."""
         if logprobs and len(logprobs) != len(token_ids):
             raise ValueError(f"{len(logprobs)} log probabilities for {len(token_ids)} tokens")
-        if self._started and len(token_ids) == 1 and not self._held and self._stopped is None:
-            text = self._whole_texts[token_ids[0]]
-            if text is not None and self._matcher.passes(text):  # by far the most frequent case
-                self._tokens += 1
-                self._offset += len(text)
-                return Delta(token_ids, text, logprobs)
+        whole = self.push_whole(token_ids)
+        if whole is not None:
+            return Delta(token_ids, whole, logprobs)
         for index, token_id in enumerate(token_ids):
             self._tokens += 1
             if self._stopped is not None:
