@@ -141,6 +141,7 @@ class StepLoop:
         prefill = sum(entry.count for entry in takewhile(_is_chunk, reversed(plan.scheduled)))
         rate = (prefill or len(plan.scheduled)) / max(seconds, 1e-9)
         if prefill:
+            self.scheduler.prefill.observe(prefill, seconds, time.monotonic())
             self._prefill_rate += (rate - self._prefill_rate) * (_RATE_SMOOTHING if self._prefill_rate else 1.0)
             self.scheduler.residency.cost.prefill_rate = self._prefill_rate
         else:

@@ -170,6 +170,7 @@ class FailureKind(enum.StrEnum):
     PROMPT_TOO_LONG = "prompt_too_long"
     GRAMMAR_INVALID = "grammar_invalid"
     QUEUE_FULL = "queue_full"
+    DEADLINE_UNATTAINABLE = "deadline_unattainable"
     EXPIRED_IN_QUEUE = "expired_in_queue"
     DEADLINE_EXCEEDED = "deadline_exceeded"
     DRAINING = "draining"

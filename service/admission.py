@@ -15,6 +15,7 @@ from service.status import (
     engine_died,
     engine_stalled,
     engine_starting,
+    milliseconds,
     queue_full,
 )
 
@@ -33,10 +34,8 @@ class Admission:
         return self._unavailable() or self._full()
 
     def check_prompt(self, generation: Generation, prompt_tokens: int, deadline: float | None) -> None:
-        """Once the prompt's length is known. deadline: `time.monotonic()` seconds for the first token."""
-        failure = (
-            self._unavailable() or self._queue_without_room(prompt_tokens) or self._too_late(prompt_tokens, deadline)
-        )
+        """Once the prompt's length is known. deadline: `time.monotonic()` seconds for its turn."""
+        failure = self._unavailable() or self._queue_without_room(prompt_tokens) or self._too_late(deadline)
         if failure is not None:
             raise RequestRefusedError(failure)
 
@@ -83,10 +82,13 @@ class Admission:
         problem = f"{stats.queued_prompt_tokens} prompt tokens wait; at most {info.max_queued_tokens} may"
         return queue_full(problem, self.retry_after())
 
-    def _too_late(self, prompt_tokens: int, deadline: float | None) -> Failure | None:
-        rate, delay = self._replica.engine.stats.prefill_tokens_per_second, self.queue_delay()
-        if deadline is None or delay <= 0 or rate <= 0:
+    def _too_late(self, deadline: float | None) -> Failure | None:
+        """By the queue alone; what of the prompt is cached, and so how long it takes itself, the engine knows."""
+        delay = self.queue_delay()
+        if deadline is None or delay <= 0:
             return None
-        estimated = delay + prompt_tokens / rate
         left = deadline - time.monotonic()
-        return deadline_unattainable(estimated, max(0.0, left)) if estimated > left else None
+        if delay <= left:
+            return None
+        problem = f"the first token is at least {delay:.3f} s away, the deadline {max(0.0, left):.3f} s"
+        return deadline_unattainable(problem, {"estimated_ms": str(milliseconds(delay))})

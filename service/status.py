@@ -127,13 +127,13 @@ def queue_full(problem: str, retry_after: float) -> Failure:
     )
 
 
-def deadline_unattainable(estimated: float, left: float) -> Failure:
-    """Both in seconds."""
+def deadline_unattainable(problem: str, numbers: Mapping[str, str]) -> Failure:
+    """`numbers`: estimated_ms, until the first token."""
     return Failure(
         grpc.StatusCode.RESOURCE_EXHAUSTED,
         "DEADLINE_UNATTAINABLE",
-        f"the first token is at least {estimated:.3f} s away, the deadline {left:.3f} s",
-        metadata={"estimated_ms": str(milliseconds(estimated))},
+        problem,
+        metadata=numbers,
         pushback_ms=RETRY_AT_ONCE,
     )
 
@@ -256,6 +256,8 @@ def _from_kind(event: RequestFailed, instance_id: str, grammar: Grammar | None) 
             return grammar_invalid(path if grammar is None else f"{path}.{grammar.kind}", event.message)
         case FailureKind.QUEUE_FULL:
             return queue_full(event.message, float(event.details.get("retry_after", "1")))
+        case FailureKind.DEADLINE_UNATTAINABLE:
+            return deadline_unattainable(event.message, event.details)
         case FailureKind.EXPIRED_IN_QUEUE:
             return expired_in_queue(event.message)
         case FailureKind.DEADLINE_EXCEEDED:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from engine.types import FailureKind, GenerationRequest, RequestFailed
@@ -49,6 +50,13 @@ def refusal(
         retry_after = min(_MOST_RETRY_SECONDS, max(_LEAST_RETRY_SECONDS, queue_delay))
         return RequestFailed(name, FailureKind.QUEUE_FULL, message, details={"retry_after": f"{retry_after:.3f}"})
     return None
+
+
+def too_late(request_id: str, estimated: float, left: float) -> RequestFailed:
+    """Of a request whose first token is so many seconds away at least, and its deadline fewer."""
+    message = f"the first token is at least {estimated:.3f} s away, the deadline {max(0.0, left):.3f} s"
+    details = {"estimated_ms": str(math.ceil(estimated * 1000))}
+    return RequestFailed(request_id, FailureKind.DEADLINE_UNATTAINABLE, message, details=details)
 
 
 def _malformed(request: GenerationRequest, live: bool) -> tuple[str, str] | None:

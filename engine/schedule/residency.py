@@ -13,6 +13,7 @@ from engine.kv.swap import SwapSpace
 from engine.schedule.plan import BlockMoves
 from engine.schedule.preemption import PreemptionCost
 from engine.schedule.sequence import NO_SLOT, Phase, Sequence
+from engine.types import GenerationRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,6 +167,17 @@ class Residency:
         if self.prefix_index is None or request.cache_bypass:
             return [], None
         return self.prefix_index.match(sequence.token_ids[:num_tokens], request.cache_salt)
+
+    def reads_cache(self, request: GenerationRequest) -> bool:
+        """Whether a request's prompt may be found computed."""
+        enabled = self.shares and self.prefix_index is not None
+        return enabled and not request.cache_bypass and request.prompt_top_logprobs is None
+
+    def cached_tokens(self, request: GenerationRequest) -> int:
+        """How many of a prompt's tokens need not be computed, as things are."""
+        if self.prefix_index is None or not self.reads_cache(request):
+            return 0
+        return len(self.prefix_index.match(request.prompt_token_ids, request.cache_salt)[0]) * self.tables.block_size
 
     def _sibling(self, sequence: Sequence) -> Sequence | None:
         """A candidate of the same request that has the whole prompt in its blocks."""

@@ -11,11 +11,12 @@ import bisect
 from itertools import repeat
 
 from engine.errors import EngineError
-from engine.schedule.admission import SchedulerLimits, refusal
+from engine.schedule.admission import SchedulerLimits, refusal, too_late
 from engine.schedule.composition import Composition, MixedSteps, Wanted
 from engine.schedule.counters import Counters
 from engine.schedule.deadlines import Deadlines
 from engine.schedule.finish import finish_after
+from engine.schedule.first_token import TELLING_TOKENS, PrefillBound, common_tokens
 from engine.schedule.forecast import Demand, OutputForecast
 from engine.schedule.live_requests import LiveRequests
 from engine.schedule.plan import ScheduledSequence, StepOutcome, StepPlan
@@ -65,6 +66,7 @@ class Scheduler:
         self.counters = Counters()
         self.forecast = forecast
         self.queue_delay = 0.0  # seconds, by the last estimate
+        self.prefill = PrefillBound(min(TELLING_TOKENS, limits.max_batched_tokens))
         self._outputs = forecast or OutputForecast()
         self._policy: Policy = policy or PriorityWithAgeing()
         self._composition: Composition = composition or MixedSteps(limits.max_batched_tokens)
@@ -83,6 +85,7 @@ class Scheduler:
         live = request.request_id in self._live
         position = self.num_queued_requests
         refused = refusal(request, self.limits, live, position, self._waiting.prompt_tokens, self.queue_delay)
+        refused = refused or self._too_late(request, now)
         if refused is not None:
             self._events.append(refused)
             return
@@ -92,6 +95,23 @@ class Scheduler:
             self._waiting.add(sequence)
         self.counters.prompt_tokens += len(request.prompt_token_ids)
         self._events.append(Admitted(request.request_id, len(request.prompt_token_ids), position))
+
+    def _too_late(self, request: GenerationRequest, now: float) -> RequestFailed | None:
+        """Refuses what cannot have a token by its deadline: after the prompts that run, or its turn, comes its own."""
+        if request.deadline is None:
+            return None
+        ahead = [sequence for sequence in self._running if sequence.num_uncomputed > 1]
+        delay = self.prefill.seconds(sum(sequence.num_uncomputed for sequence in ahead), now)
+        delay, left = max(delay, self.queue_delay), request.deadline - now
+        own = len(request.prompt_token_ids)
+        if delay + self.prefill.seconds(own, now) <= left:
+            return None
+        if self.residency.reads_cache(request):
+            others = [*ahead, *self._arriving, *self._waiting]
+            found = max(self.residency.cached_tokens(request), common_tokens(request, others, self.tables.block_size))
+            own -= min(found, own - 1)
+        estimated = delay + self.prefill.seconds(own, now)
+        return too_late(request.request_id, estimated, left) if estimated > left else None
 
     def refuse(self, request_id: str, message: str, field: str = "", kind: FailureKind = FailureKind.INVALID) -> None:
         """Answers a request that gets no further for a reason the scheduler does not know of."""

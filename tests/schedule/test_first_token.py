@@ -1,0 +1,103 @@
+"""Deadlines that a request's own prompt, or those that run, make unattainable: said at once, and only if it is sure."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from engine.loop import StepLoop
+from engine.schedule.first_token import FADING_SECONDS, PrefillBound
+from engine.types import Admitted, Event, FailureKind, RequestFailed
+from tests.schedule.fake_model import make_loop, request, run_to_end
+
+LONG = list(range(40))
+
+
+def loop_of_ten_tokens_a_second(**options: object) -> StepLoop:
+    loop = make_loop(num_blocks=100, **options)  # type: ignore[arg-type]
+    loop.scheduler.prefill.observe(16, 1.6, 0.0)
+    return loop
+
+
+def answer(loop: StepLoop, name: str, prompt: list[int], **fields: object) -> Event:
+    loop.scheduler.submit(request(name, prompt, **fields), 0.0)  # type: ignore[arg-type]
+    return loop.scheduler.take_events()[-1]
+
+
+def estimate(event: Event) -> int:
+    """Milliseconds."""
+    assert isinstance(event, RequestFailed), event
+    assert event.kind is FailureKind.DEADLINE_UNATTAINABLE
+    return int(event.details["estimated_ms"])
+
+
+def test_its_own_prompt_counts_while_nothing_queues() -> None:
+    loop = loop_of_ten_tokens_a_second()
+    assert estimate(answer(loop, "late", LONG, deadline=3.9)) == 4000
+    assert isinstance(answer(loop, "in time", LONG, deadline=4.1), Admitted)
+    assert isinstance(answer(loop, "without", LONG), Admitted)
+
+
+def test_so_do_prompts_that_run() -> None:
+    loop = loop_of_ten_tokens_a_second(max_batched_tokens=16)
+    answer(loop, "runs", LONG)
+    assert loop.scheduler.plan(0.0) is not None
+    left = sum(sequence.num_uncomputed for sequence in loop.scheduler._running)
+    assert left > 1
+    assert estimate(answer(loop, "late", [99] * 10, deadline=0.9)) == 100 * left + 1000
+
+
+def test_and_its_turn() -> None:
+    loop = loop_of_ten_tokens_a_second()
+    loop.scheduler.queue_delay = 7.0
+    assert estimate(answer(loop, "late", LONG, deadline=10.9)) == 11_000
+    assert isinstance(answer(loop, "in time", LONG, deadline=11.1), Admitted)
+
+
+def test_nobody_is_refused_by_guesses() -> None:
+    loop = make_loop(num_blocks=100)
+    assert isinstance(answer(loop, "unknown rate", LONG, deadline=0.001), Admitted)
+    loop.scheduler.prefill.observe(3, 10.0, 0.0)  # a short prompt tells nothing of a long one
+    assert isinstance(answer(loop, "still unknown", LONG, deadline=0.001), Admitted)
+
+
+def test_a_time_in_the_queue_is_not_for_the_prompt() -> None:
+    assert isinstance(answer(loop_of_ten_tokens_a_second(), "a", LONG, queue_deadline=0.1), Admitted)
+
+
+@pytest.mark.parametrize("caching", [True, False])
+def test_what_is_cached_takes_no_time(caching: bool) -> None:
+    loop = loop_of_ten_tokens_a_second(prefix_caching=caching)
+    loop.scheduler.submit(request("before", LONG, 4), 0.0)
+    run_to_end(loop)
+    loop.scheduler.prefill = PrefillBound(1)
+    loop.scheduler.prefill.observe(10, 1.0, 0.0)
+    event = answer(loop, "again", LONG, deadline=1.0)
+    assert isinstance(event, Admitted) if caching else estimate(event) == 4000
+
+
+def test_what_another_computes_already_takes_no_time_of_its_own() -> None:
+    loop = loop_of_ten_tokens_a_second(prefix_caching=True, max_batched_tokens=16)
+    answer(loop, "first", LONG)
+    assert isinstance(answer(loop, "same", LONG, deadline=1.0), Admitted)
+    assert estimate(answer(loop, "salted", LONG, deadline=1.0, cache_salt="x")) == 4000
+
+
+def test_bound_is_the_fastest_of_late_and_fades() -> None:
+    bound = PrefillBound(16)
+    assert bound.seconds(100, 0.0) == 0.0
+    bound.observe(16, 1.6, 5.0)
+    bound.observe(16, 16.0, 5.0)  # slower: a lower bound of time believes it reluctantly
+    assert bound.seconds(90, 5.0) == pytest.approx(10.0)
+    assert bound.seconds(90, 5.0 + FADING_SECONDS) == pytest.approx(5.0)
+    bound.observe(16, 0.16, 6.0)
+    assert bound.seconds(100, 6.0) == pytest.approx(1.0)
+
+
+def test_steps_with_many_prompt_tokens_are_measured() -> None:
+    loop = make_loop(num_blocks=100, max_batched_tokens=16)
+    for prompt, known in (([1] * 8, False), ([2] * 20, True)):
+        loop.scheduler.submit(request(str(prompt), prompt, 2), 0.0)
+        run_to_end(loop)
+        assert (loop.scheduler.prefill.seconds(1000, time.monotonic()) > 0.0) is known
