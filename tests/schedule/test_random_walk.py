@@ -37,17 +37,19 @@ def check_blocks(loop: StepLoop) -> None:
 class Walk:
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
+        separate = seed % 4 == 3
         self.loop = make_loop(
             num_blocks=24,
             swap_blocks=self.random.choice([0, 5, 40]),
             mode=self.random.choice(list(PreemptionMode)),
             max_batched_tokens=self.random.choice([3, 12, 40]),
             max_num_seqs=5,
-            prefix_caching=self.random.random() < 0.7,
+            prefix_caching=self.random.random() < 0.7 and not separate,
             lookahead=self.random.random() < 0.5,
             kind=AllocatorKind.CHECKED,
             policy=PriorityWithAgeing(5.0),
             forecast=OutputForecast() if self.random.random() < 0.3 else None,
+            separate=separate,
         )
         self.requests: dict[str, GenerationRequest] = {}
         self.live: list[str] = []
