@@ -68,10 +68,10 @@ class Sequence:
     finish: CandidateFinish | None = None
     counts: TokenCounts | None = None  # made when a penalty first asks for it
     constraint: Constraint | None = None
+    num_prompt: int = field(init=False)  # asked for every sequence and step
 
-    @property
-    def num_prompt(self) -> int:
-        return len(self.group.request.prompt_token_ids)
+    def __post_init__(self) -> None:
+        self.num_prompt = len(self.group.request.prompt_token_ids)
 
     @property
     def num_tokens(self) -> int:
