@@ -40,6 +40,10 @@ class Composition(Protocol):
         """What of all this the step runs."""
         ...
 
+    def ahead(self, sequence: Sequence) -> int:
+        """How many tokens of a running sequence run before any prompt that is not running yet."""
+        ...
+
 
 def piece_of(sequence: Sequence, count: int) -> ScheduledSequence:
     """The next `count` uncomputed tokens."""
@@ -92,6 +96,9 @@ class MixedSteps:
     ) -> tuple[list[Sequence], list[ScheduledSequence]]:
         return decodes, pieces
 
+    def ahead(self, sequence: Sequence) -> int:
+        return sequence.num_uncomputed if sequence.num_uncomputed > 1 else 0
+
 
 class SeparateSteps:
     """For results that depend on nothing but the request: a step holds one chunk of one prompt, or single tokens behind
@@ -142,6 +149,9 @@ class SeparateSteps:
         repeated = [piece for piece in pieces if not is_of_prompt(piece)]
         self._prompt_was_last = bool(chunks) and not (self._prompt_was_last and (decodes or repeated))
         return ([], chunks[:1]) if self._prompt_was_last else (decodes, repeated)
+
+    def ahead(self, sequence: Sequence) -> int:
+        return max(0, sequence.num_prompt - sequence.num_computed)
 
     def _chunk(self, sequence: Sequence) -> ScheduledSequence:
         return piece_of(sequence, min(sequence.num_prompt - sequence.num_computed, self._max_tokens))

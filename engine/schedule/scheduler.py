@@ -100,8 +100,9 @@ class Scheduler:
         """Refuses what cannot have a token by its deadline: after the prompts that run, or its turn, comes its own."""
         if request.deadline is None:
             return None
-        ahead = [sequence for sequence in self._running if sequence.num_uncomputed > 1]
-        delay = self.prefill.seconds(sum(sequence.num_uncomputed for sequence in ahead), now)
+        tokens_ahead = self._composition.ahead
+        ahead = [sequence for sequence in self._running if tokens_ahead(sequence)]
+        delay = self.prefill.seconds(sum(map(tokens_ahead, ahead)), now)
         delay, left = max(delay, self.queue_delay), request.deadline - now
         own = len(request.prompt_token_ids)
         if delay + self.prefill.seconds(own, now) <= left:

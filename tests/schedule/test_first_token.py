@@ -9,7 +9,7 @@ import pytest
 from engine.loop import StepLoop
 from engine.schedule.first_token import FADING_SECONDS, PrefillBound
 from engine.types import Admitted, Event, FailureKind, RequestFailed
-from tests.schedule.fake_model import make_loop, request, run_to_end
+from tests.schedule.fake_model import make_loop, preempt, request, run_to_end
 
 LONG = list(range(40))
 
@@ -46,6 +46,23 @@ def test_so_do_prompts_that_run() -> None:
     left = sum(sequence.num_uncomputed for sequence in loop.scheduler._running)
     assert left > 1
     assert estimate(answer(loop, "late", [99] * 10, deadline=0.9)) == 100 * left + 1000
+
+
+def test_of_separate_steps_what_is_fed_in_again_delays_no_prompt() -> None:
+    """Of a sequence that is computed again only its prompt comes before others."""
+    loop = loop_of_ten_tokens_a_second(max_batched_tokens=16, separate=True)
+    loop.scheduler.submit(request("again", [7] * 20, 40), 0.0)
+    for _ in range(30):
+        loop.step()
+    loop.scheduler.take_events()
+    loop.scheduler.prefill = PrefillBound(16)
+    loop.scheduler.prefill.observe(16, 1.6, 0.0)
+    preempt(loop, "again")
+    assert loop.scheduler.plan(0.0) is not None  # the first chunk of two
+    [again] = loop.scheduler._running
+    assert again.num_uncomputed > 20
+    assert estimate(answer(loop, "late", [99] * 10, deadline=1.3)) == 1400
+    assert isinstance(answer(loop, "in time", [99] * 10, deadline=1.5), Admitted)
 
 
 def test_and_its_turn() -> None:
