@@ -5,13 +5,14 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from engine import _runtime, ops
 from engine.config import AllocatorKind, Device, EngineConfig, PreemptionMode
 from engine.engine import Engine, GenerationResult
 from engine.types import GenerationRequest, SamplingParameters, StopCriteria
-from tests.bench.impossible_job import Job, measure
+from tests.bench.impossible_job import Job, run, variants
 from tests.model.tiny import write_tiny_model
 
 pytestmark = pytest.mark.gpu
@@ -76,24 +77,27 @@ def told(result: GenerationResult) -> str:
     return repr([result.candidates, result.prompt_logprobs])
 
 
+@pytest.fixture(scope="module")
+def undisturbed(model: Path) -> list[str]:
+    """What a crowd gives with room for all."""
+    return [told(result) for result in Engine(config(model)).generate(requests(64))]
+
+
 @pytest.mark.parametrize("options", [{}, {"enforce_eager": True}, {"max_num_seqs": 80}], ids=["graphs", "eager", "80"])
 def test_alone_and_in_a_crowd_of_64(model: Path, options: dict[str, object]) -> None:
-    crowd = [told(result) for result in Engine(config(model, **options)).generate(requests(64))]
-    shared = Engine(config(model, **options))
+    shared, items = Engine(config(model, **options)), requests(64)
+    crowd = [told(result) for result in shared.generate(items)]
     for count in (1, 7, 30):
-        few = requests(64)[-count:]
-        assert [told(result) for result in shared.generate(few)] == crowd[-count:]
+        assert [told(result) for result in shared.generate(items[-count:])] == crowd[-count:]
     for index in range(0, 64, 9):
-        assert told(shared.generate([requests(64)[index]])[0]) == crowd[index]
+        assert told(shared.generate([items[index]])[0]) == crowd[index]
 
 
 @pytest.mark.parametrize("way", HOW_TO_YIELD)
-def test_preempted_and_undisturbed(model: Path, way: str) -> None:
-    undisturbed = [told(result) for result in Engine(config(model)).generate(requests(32))]
+def test_preempted_and_undisturbed(model: Path, undisturbed: list[str], way: str) -> None:
     tight = Engine(config(model, kv_cache_tokens=1_024, allocator=AllocatorKind.CHECKED, **HOW_TO_YIELD[way]))
-    for _ in range(2):
-        assert [told(result) for result in tight.generate(requests(32))] == undisturbed
-        tight.scheduler.check_idle()
+    assert [told(result) for result in tight.generate(requests(64))] == undisturbed
+    tight.scheduler.check_idle()
     swaps, preemptions = tight.scheduler.counters.swaps, tight.stats.preemptions
     assert preemptions > 0
     assert (swaps > 0) == way.startswith("swap")
@@ -101,14 +105,15 @@ def test_preempted_and_undisturbed(model: Path, way: str) -> None:
 
 
 def test_the_impossible_job_gives_the_tokens_of_an_unlimited_pool(model: Path) -> None:
-    """The job of the bench in small: its tight rows swap, compute again, and have no swap space. (Its fitting rows have
-    other flags.)"""
+    """The job of the bench in small: its tight rows swap, compute again, and have no swap space."""
     job = Job(requests=64, prompt=64, output=144, pool_tokens=9_744, vocabulary=500, swap_gib=0.25)
     base = config(model, max_model_len=256)
-    _, runs, same = measure(base, job, rounds=1)
-    tight = {name: equal for name, equal in same.items() if name.startswith("tight")}
-    assert len(tight) == 4
-    assert all(tight.values()), tight
+    runs = {}
+    for name, options in variants(job).items():
+        if not name.startswith("fitting"):  # has other flags
+            runs[name] = run(Engine(msgspec.structs.replace(base, **options)), job)  # type: ignore[arg-type]
+    assert len(runs) == 5
+    assert {name for name in runs if runs[name].tokens != runs["unlimited"].tokens} == set()
     assert runs["tight, swap"].swaps == runs["tight, swap"].preemptions > 0
     for row in ("tight, recompute", "tight, no swap space"):
         assert runs[row].preemptions > 0 == runs[row].swaps
