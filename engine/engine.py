@@ -180,7 +180,7 @@ class Engine:
         if not pool.is_cuda:
             return EagerRunner(decoder, pool, tables, vocab_size, mover, self.pulse, batch_invariant=invariant)
         runner = CudaRunner(
-            *(decoder, pool, tables, vocab_size, mover),
+            *(decoder, pool, tables, vocab_size, mover, self.pulse),
             use_graphs=not config.enforce_eager,
             batch_invariant=invariant,
         )

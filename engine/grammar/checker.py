@@ -2,7 +2,7 @@
 few lines grow exponentially, before any limit of the library holds. Run as a script by `engine.grammar.compiler`.
 
 After a first empty line, which says that it is ready: a line of JSON in, [kind, text]; a line of JSON out,
-{"grammar": what llguidance takes} or {"error": one line}.
+{"grammar": what llguidance takes} or {"error": what it says}.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ CPU_SECONDS = 3
 
 # One line, with a space behind a comma and a colon: a model cannot lose itself in white space.
 _JSON_LAYOUT: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-_ERROR_LENGTH = 300
+_ERROR_LENGTH = 4000
 _ITEMS_A_MASK = 10_000  # of the parser; a schema of 300 optional fields needs 1500
 
 
@@ -59,28 +59,25 @@ def _answer(kind: str, text: str, limits: LLParserLimits) -> dict[str, str]:
     except Exception as raised:
         error = str(raised)
     if error and not error.startswith("WARNING"):
-        return {"error": _one_line(kind, error)[:_ERROR_LENGTH]}
+        return {"error": error[:_ERROR_LENGTH]}
     return {"grammar": grammar}
-
-
-def _one_line(kind: str, error: str) -> str:
-    """Without the indented lines, which are excerpts with a caret under them and mean nothing once joined."""
-    told = [line for line in error.splitlines() if not line.startswith(" ")] or error.splitlines()
-    joined = " ".join(" ".join(told).split()).replace("regex parse error: error:", "regex parse error:")
-    # A regex is alone in a rule made around it: where in that rule it stands helps nobody.
-    return joined.rpartition("regex parse error: ")[2] if kind == "regex" else joined
 
 
 def _to_llguidance(kind: str, text: str) -> str:
     match kind:
         case "json_schema":
-            return LLMatcher.grammar_from_json_schema(text, defaults=_JSON_LAYOUT)
+            schema = json.loads(text)
+            if isinstance(schema, dict):
+                schema.pop("x-guidance", None)  # the library's own options, no part of JSON Schema
+            return LLMatcher.grammar_from_json_schema(json.dumps(schema), defaults=_JSON_LAYOUT)
         case "json_object":
             return LLMatcher.grammar_from_json_schema('{"type": "object"}', defaults=_JSON_LAYOUT)
         case "regex":
             return LLMatcher.grammar_from_regex(text)
         case "ebnf":
-            return LLMatcher.grammar_from_lark(any_to_lark(text))
+            if text.lstrip().startswith("{"):  # the library's own notation
+                raise ValueError("no rule begins with a brace")
+            return LLMatcher.grammar_from_lark(any_to_lark(text) if "::=" in text else text)
         case "choices":
             spelled = [json.dumps(choice, ensure_ascii=False) for choice in json.loads(text)]
             if not spelled:

@@ -21,6 +21,7 @@ from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 from engine.errors import EngineError
 from engine.grammar import checker
 from engine.grammar.constraint import GrammarConstraint
+from engine.grammar.problem import NO_TEXT, problem
 from engine.text.tokenizer import Tokenizer
 from engine.types import Grammar
 
@@ -109,7 +110,7 @@ class GrammarCompiler:
         matcher = LLMatcher(tokens, source, log_level=0, limits=checker.parser_limits())
         constraint = GrammarConstraint(matcher, tokens.vocab_size)
         if not constraint.mask([]).any():
-            raise GrammarError(constraint.error or "the grammar allows no text at all")
+            raise GrammarError(constraint.error or NO_TEXT)
         return constraint
 
     def _tokens(self) -> LLTokenizer:
@@ -157,7 +158,7 @@ class Trial:
             )
         answer: dict[str, str] = json.loads(line)
         if "error" in answer:
-            raise GrammarError(answer["error"])
+            raise GrammarError(problem(kind, text, answer["error"]))
         return answer["grammar"]
 
     def close(self) -> None:

@@ -10,6 +10,8 @@ import numpy as np
 from llguidance import LLMatcher
 from numpy.typing import NDArray
 
+from engine.grammar.problem import problem
+
 Int32Array = NDArray[np.int32]
 
 # What a candidate may cost of processor time: so much at once, which so much a mask pays back. Common grammars take
@@ -56,7 +58,7 @@ class GrammarConstraint:
         """Why nothing may come any more; empty if all is well."""
         if self._seconds_left < 0:
             return "the grammar takes too much time to follow; try to make it less ambiguous"
-        return " ".join(self._matcher.get_error().replace("<non-verbose/>", "").split())
+        return problem("", "", self._matcher.get_error())
 
     def mask(self, output: Sequence[int]) -> Int32Array:
         """[words] of 32 bits, lowest first: bit i of word w is token 32 w + i. End-of-sequence tokens may come where

@@ -6,6 +6,7 @@ next step can be launched before the host knows what this one sampled.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,6 +21,7 @@ from engine.run.buckets import InvariantBuckets, MixedBuckets, decode_buckets
 from engine.run.inputs import HOST_TOKEN, Int32Array, StepArrays, decode_arrays, prefill_arrays
 from engine.run.kv_pool import allocate_pool
 from engine.run.logits import redraw
+from engine.run.milestones import Milestones
 from engine.run.prompt_scores import score_prompts
 from engine.run.runner import DeviceBatch, FinishedStep, upload
 from engine.run.sampler import LogprobTensors, logprobs_of, outcome_of, sample_into, sampling_arrays
@@ -50,13 +52,17 @@ class DeviceStep:
         done: torch.cuda.Event,
         logprobs: LogprobTensors | None,
         prompt_logprobs: dict[int, list[TokenLogprob]],
+        milestones: Milestones,
     ) -> None:
+        self._milestones = milestones
+        self._passed = milestones.take()
         self._tokens = tokens
         self._done = done
         self._logprobs = logprobs
         self._prompt_logprobs = prompt_logprobs
 
     def wait(self) -> StepOutcome:
+        self._milestones.wait(self._passed)
         self._done.synchronize()
         return outcome_of(self._tokens.tolist(), self._logprobs, self._prompt_logprobs)
 
@@ -71,11 +77,15 @@ class CudaRunner:
         tables: BlockTables,
         vocab_size: int,
         mover: BlockMover,
+        pulse: Callable[[], None] | None = None,
         *,
         use_graphs: bool = True,
         batch_invariant: bool = False,
     ) -> None:
-        """batch_invariant: for plans of SeparateSteps, with a decoder that was made so too."""
+        """pulse: called several times while a step with a prefill chunk is waited for. batch_invariant: for plans of
+        SeparateSteps, with a decoder that was made so too."""
+        self._milestones = Milestones(torch.cuda.Event, pulse or (lambda: None))
+        decoder.pulse = self._milestones.piece
         self._decoder = decoder
         self._kv_pool = kv_pool
         self._tables = tables
@@ -161,7 +171,11 @@ class CudaRunner:
         """fp32 logits [n, vocabulary] whose first rows are those of the plan's `sampling`."""
         bucket = self._buckets.serving(plan)
         if bucket is None:
-            return self._run(self._upload(prefill_arrays(plan, self._tables)))
+            self._milestones.marking = True
+            try:
+                return self._run(self._upload(prefill_arrays(plan, self._tables)))
+            finally:
+                self._milestones.marking = False
         step = self._upload(decode_arrays(plan, self._tables, bucket))
         if not self._use_graphs:
             return self._run(step)
@@ -202,7 +216,7 @@ class CudaRunner:
         result.copy_(self._tokens[:count], non_blocking=True)
         done = torch.cuda.Event()  # type: ignore[no-untyped-call]
         done.record()
-        return DeviceStep(result.numpy(), done, logprobs, self._scores(plan))
+        return DeviceStep(result.numpy(), done, logprobs, self._scores(plan), self._milestones)
 
 
 def profile_largest_step(decoder: Decoder, block_size: int, *, batch_invariant: bool = False) -> None:

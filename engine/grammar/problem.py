@@ -1,0 +1,45 @@
+"""What is wrong with a grammar, as its client is told: one line, without the library's excerpts and inner names."""
+
+from __future__ import annotations
+
+import re
+
+_LENGTH = 300
+NO_TEXT = "the grammar allows no text at all"
+
+# Lines of an excerpt, with a caret under them: they mean nothing once joined.
+_EXCERPT = re.compile(r"^(\s|\d+ \|)")
+_POSITION = re.compile(r"^(?:at )?(\d+)\((\d+)\): ")
+_PLAINER: tuple[tuple[re.Pattern[str], str], ...] = tuple(
+    (re.compile(pattern), plain)
+    for pattern, plain in (
+        (r"^NoExtensionBias\b.*", NO_TEXT),
+        (r"^Expecting object schema to apply options$", "the schema must be a JSON object"),
+        (r"Unimplemented keys: \[(.*)\]", r"keywords that are not supported: \1"),
+        (r"Resource '(.*)' is not present in a registry.*", r"\1 is another document, which is not fetched"),
+        (r"lookarounds not supported yet; \w+ in regex.*", "look-around is not supported, word boundaries included"),
+        (r"regex parse error: (?:error: )?", "invalid regex: "),
+        (r" \(in regex\): (?:invalid regex: )?", ": "),
+        (r"; following (?:special tokens )?are available.*", ""),
+        (r' \(at "(?:\\.|[^"\\])*" \(.*\)\)$', ""),
+        (r"Current row has \d+ items; max is \d+.*", "the grammar is too ambiguous to follow; try to make it less so"),
+        (r"<non-verbose/>", ""),
+    )
+)
+
+
+def problem(kind: str, text: str, said: str) -> str:
+    """kind, text: the grammar's. said: by the library."""
+    told = [line for line in said.splitlines() if not _EXCERPT.match(line)] or said.splitlines()
+    line = " ".join(" ".join(told).split())
+    position = _POSITION.match(line)
+    if position is not None:
+        line = line[position.end() :]
+        # A regex, and rules with ::=, stand in a text made around them: where in that one helps nobody.
+        if kind == "ebnf" and "::=" not in text:
+            line = f"line {position[1]}, column {position[2]}: {line}"
+    for pattern, plain in _PLAINER:
+        line = pattern.sub(plain, line)
+    if kind == "regex":
+        line = re.sub(r'^invalid regex(?: ".*")?: ', "", line)
+    return line.strip()[:_LENGTH]
