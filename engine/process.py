@@ -9,9 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import shutil
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -24,6 +22,7 @@ from engine.client import EngineState, EventSink
 from engine.config import EngineConfig
 from engine.dispatch import CacheListener, Dispatcher, StatsListener
 from engine.errors import ConfigurationError, EngineDiedError, EngineError
+from engine.socket_folder import SocketFolder
 from engine.types import CachePiece, EngineInfo, EngineStats, FailureKind, GenerationRequest
 
 _SHUTDOWN_SECONDS = 10.0
@@ -47,7 +46,7 @@ class ProcessEngineClient:
         self._process: asyncio.subprocess.Process | None = None
         self._context = zmq.Context()
         self._socket: zmq.Socket[bytes] = self._context.socket(zmq.PAIR)
-        self._folder = Path(tempfile.mkdtemp(prefix="octavo-"))
+        self._folder = SocketFolder()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._watching: asyncio.Task[None] | None = None
         self._started: asyncio.Future[EngineInfo] | None = None
@@ -71,7 +70,7 @@ class ProcessEngineClient:
         return None if self._process is None else self._process.pid
 
     async def start(self) -> EngineInfo:
-        endpoint = f"ipc://{self._folder}/engine"
+        endpoint = f"ipc://{self._folder.path}/engine"
         for option in (zmq.SNDHWM, zmq.RCVHWM, zmq.LINGER):
             self._socket.setsockopt(option, 0)
         self._socket.bind(endpoint)
@@ -140,7 +139,7 @@ class ProcessEngineClient:
             await asyncio.gather(self._watching, return_exceptions=True)
         self._socket.close()
         self._context.term()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._folder.remove()
 
     @property
     def _descriptor(self) -> int:
