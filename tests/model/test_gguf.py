@@ -26,7 +26,7 @@ from engine.text.tokenizer import Tokenizer
 from tests.model.demo_peer import demo_peer
 from tests.model.gguf_writer import quantised_copy, write_gguf
 from tests.model.paged_loop import greedy, prompt_logits
-from tests.model.test_parity import LLAMA3, PROMPT, hf_greedy, hf_logits
+from tests.model.test_parity import LLAMA3, PROMPT, assert_equal_to, hf_logits
 from tests.model.tiny import random_model, tiny_config
 
 CPU = torch.device("cpu")
@@ -181,8 +181,5 @@ def test_demo_equals_transformers_own_gguf_load() -> None:
     source = resolve("demo")
     config = EngineConfig(model="demo", max_num_batched_tokens=128, max_num_seqs=64)
     loaded = load_model(config, CPU)
-    model = demo_peer()
     prompt, _ = Tokenizer.from_source(source).encode_chat([{"role": "user", "content": "What is an octavo?"}])
-    expected = hf_logits(model, prompt)
-    torch.testing.assert_close(prompt_logits(loaded.decoder, prompt), expected, atol=2e-3, rtol=0)
-    assert greedy(loaded.decoder, prompt, 60, chunk=16) == hf_greedy(model, prompt, 60)
+    assert_equal_to(demo_peer(), loaded.decoder, prompt, greedy(loaded.decoder, prompt, 60, chunk=16), atol=2e-3)

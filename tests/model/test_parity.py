@@ -80,11 +80,15 @@ def hf_logits(model: Any, prompt: list[int]) -> torch.Tensor:
     return logits
 
 
-def hf_greedy(model: Any, prompt: list[int], count: int) -> list[int]:
-    ids = torch.tensor([prompt])
-    output = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False)
-    tokens: list[int] = output[0, len(prompt) :].tolist()
-    return tokens
+def assert_equal_to(model: Any, decoder: Decoder, prompt: list[int], tokens: list[int], atol: float = 1e-4) -> None:
+    """tokens: the decoder's, greedy. The model would have chosen the same: each is its likeliest after those before."""
+    logits = hf_logits(model, prompt + tokens)
+    expected, choices = logits[: len(prompt)], logits[len(prompt) - 1 : -1].argmax(1)
+    # The reference must tell tokens apart, or equality would say nothing.
+    assert expected.std() > 0.1
+    torch.testing.assert_close(prompt_logits(decoder, prompt), expected, atol=atol, rtol=0)
+    assert tokens == choices.tolist()
+    assert len(set(tokens)) > 10
 
 
 def load(path: Path, **config: Any) -> Decoder:
@@ -92,14 +96,9 @@ def load(path: Path, **config: Any) -> Decoder:
 
 
 def assert_equal_to_hugging_face(path: Path, prompt: list[int] = PROMPT) -> None:
-    decoder, model = load(path), hf_model(path)
-    expected = hf_logits(model, prompt)
-    # The reference must tell tokens apart, or equality would say nothing.
-    assert expected.std() > 0.1
-    torch.testing.assert_close(prompt_logits(decoder, prompt), expected, atol=1e-4, rtol=0)
-    tokens = hf_greedy(model, prompt, 30)
-    assert len(set(tokens)) > 10
-    assert greedy(decoder, prompt, 30) == tokens
+    decoder = load(path)
+    tokens = greedy(decoder, prompt, 30)
+    assert_equal_to(hf_model(path), decoder, prompt, tokens)
     assert greedy(decoder, prompt, 30, chunk=7) == tokens
 
 

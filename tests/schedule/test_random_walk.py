@@ -22,9 +22,8 @@ def check_blocks(loop: StepLoop) -> None:
     """Counts equal the rows that hold a block; live, cached and free are everything; the swap space likewise."""
     residency = loop.scheduler.residency
     tables, allocator = residency.tables, residency.tables.allocator
-    held = Counter(
-        int(block) for slot, length in enumerate(tables.lengths) for block in tables.rows[slot, :length] if length
-    )
+    lengths, rows = tables.lengths.tolist(), tables.rows.tolist()
+    held = Counter(block for row, length in zip(rows, lengths, strict=True) for block in row[:length])
     assert 0 not in held
     assert all(allocator.ref_count(block) == count for block, count in held.items())
     assert allocator.num_live == len(held)

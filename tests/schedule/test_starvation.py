@@ -103,8 +103,8 @@ def test_workloads_in_separate_steps() -> None:
 
 @pytest.mark.slow
 def test_thousands_of_workloads() -> None:
-    check(range(400, 4000))
-    check(range(100, 1000), separate=True)
+    check(range(400, 2400))
+    check(range(100, 600), separate=True)
 
 
 def waiting(scheduler: Scheduler) -> list[str]:
