@@ -9,9 +9,8 @@ from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]
 import pytest
+import pytest_asyncio
 
-from engine import create_engine_client
-from engine.local import LocalEngineClient
 from engine.process import ProcessEngineClient
 from engine.text.tokenizer import Tokenizer
 from engine.types import (
@@ -28,7 +27,9 @@ from engine.types import (
 )
 from tests.grammar.test_compiler import nested_all_of
 from tests.model.tiny import byte_level_tokenizer, write_tiny_model
-from tests.test_clients_of_engine import Client, Collector, config, idle, item
+from tests.test_clients_of_engine import Client, Collector, config, idle, item, started
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 REGEX = Grammar(GrammarKind.REGEX, "[a-c]{3,9}-[0-9]{2}")
 HOSTILE = Grammar(GrammarKind.JSON_SCHEMA, nested_all_of(30))
@@ -41,13 +42,11 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.fixture(params=["thread", "process"])
+@pytest_asyncio.fixture(params=["thread", "process"], scope="module", loop_scope="module")
 async def client(request: pytest.FixtureRequest, tiny: Path) -> AsyncIterator[Client]:
-    made = create_engine_client(config(tiny), in_process=request.param == "thread")
-    assert isinstance(made, LocalEngineClient | ProcessEngineClient)
-    await made.start()
-    yield made
-    await made.stop()
+    async with started(tiny, request.param) as made:
+        yield made
+        await idle(made)
 
 
 def constrained(name: str, grammar: Grammar) -> GenerationRequest:

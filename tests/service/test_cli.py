@@ -12,10 +12,11 @@ import signal
 import socket
 import sys
 import tomllib
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
+import pytest_asyncio
 import typer
 from typer.testing import CliRunner
 
@@ -38,6 +39,13 @@ FAKE = ("-m", "tests.service.fake_server")
 
 async def octavo(*arguments: str, **env: str) -> tuple[int, str, str]:
     return await run_command(sys.executable, "-m", "service", *arguments, env=env)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def server() -> AsyncIterator[Process]:
+    """For what changes nothing about it."""
+    async with server_process(*FAKE) as process:
+        yield process
 
 
 @pytest.fixture
@@ -202,11 +210,10 @@ async def test_port_taken_meanwhile_is_one_line() -> None:
     assert all(line.startswith(("octavo: ", "{")) for line in err.splitlines())
 
 
-async def test_ready_line_says_where_and_what() -> None:
-    async with server_process(*FAKE) as server:
-        assert "model fake" in server.ready_line
-        assert "16384 KV-cache tokens" in server.ready_line
-        assert "device fake" in server.ready_line
+async def test_ready_line_says_where_and_what(server: Process) -> None:
+    assert "model fake" in server.ready_line
+    assert "16384 KV-cache tokens" in server.ready_line
+    assert "device fake" in server.ready_line
 
 
 # --- the end ---------------------------------------------------------------------------------------------------------
@@ -286,33 +293,30 @@ async def test_logs_are_json_with_request_ids_and_without_text() -> None:
 # --- clients ---------------------------------------------------------------------------------------------------------
 
 
-async def test_generate_streams_and_prints_figures() -> None:
-    async with server_process(*FAKE) as server:
-        code, out, _ = await octavo("generate", "hello", "--address", server.address, "--max-tokens", "6")
-        assert code == 0
-        assert out.startswith("abcdef\n")
-        assert "TTFT" in out
-        assert "tokens/s" in out
-        assert "max_tokens" in out
+async def test_generate_streams_and_prints_figures(server: Process) -> None:
+    code, out, _ = await octavo("generate", "hello", "--address", server.address, "--max-tokens", "6")
+    assert code == 0
+    assert out.startswith("abcdef\n")
+    assert "TTFT" in out
+    assert "tokens/s" in out
+    assert "max_tokens" in out
 
 
-async def test_generate_json() -> None:
-    async with server_process(*FAKE) as server:
-        address = ("--address", server.address)
-        code, out, _ = await octavo("generate", "hello", *address, "--max-tokens", "6", "--json", "--chat")
-        assert code == 0
-        result = json.loads(out)
-        assert (result["text"], result["finish_reason"], result["completion_tokens"]) == ("abcdef", "max_tokens", 6)
-        assert result["prompt_tokens"] > 5
+async def test_generate_json(server: Process) -> None:
+    address = ("--address", server.address)
+    code, out, _ = await octavo("generate", "hello", *address, "--max-tokens", "6", "--json", "--chat")
+    assert code == 0
+    result = json.loads(out)
+    assert (result["text"], result["finish_reason"], result["completion_tokens"]) == ("abcdef", "max_tokens", 6)
+    assert result["prompt_tokens"] > 5
 
 
-async def test_capacity_once_as_table_and_as_json() -> None:
-    async with server_process(*FAKE) as server:
-        code, out, _ = await octavo("capacity", "--address", server.address)
-        assert code == 0
-        assert "running requests" in out
-        code, out, _ = await octavo("capacity", "--address", server.address, "--json")
-        assert json.loads(out)["limits"]["kv_total_blocks"] == "1024"
+async def test_capacity_once_as_table_and_as_json(server: Process) -> None:
+    code, out, _ = await octavo("capacity", "--address", server.address)
+    assert code == 0
+    assert "running requests" in out
+    code, out, _ = await octavo("capacity", "--address", server.address, "--json")
+    assert json.loads(out)["limits"]["kv_total_blocks"] == "1024"
 
 
 async def test_capacity_watch_follows_until_the_server_drains() -> None:
@@ -354,11 +358,10 @@ async def test_users_mistakes_are_one_line_and_exit_code_2(arguments: tuple[str,
 @pytest.mark.parametrize(
     "arguments", [("generate", "slow", "--max-tokens", "100"), ("generate", "x", "--json"), ("capacity", "--watch")]
 )
-async def test_a_reader_that_goes_away_is_no_error(arguments: tuple[str, ...]) -> None:
-    async with server_process(*FAKE) as server:
-        command = shlex.join((sys.executable, "-m", "service", *arguments, "--address", server.address))
-        code, _, err = await run_command("bash", "-c", f"{command} | head -c 0")
-        assert (code, err) == (0, "")
+async def test_a_reader_that_goes_away_is_no_error(server: Process, arguments: tuple[str, ...]) -> None:
+    command = shlex.join((sys.executable, "-m", "service", *arguments, "--address", server.address))
+    code, _, err = await run_command("bash", "-c", f"{command} | head -c 0")
+    assert (code, err) == (0, "")
 
 
 async def test_version() -> None:
@@ -367,12 +370,11 @@ async def test_version() -> None:
     assert (code, out) == (0, f"octavo {project['version']}\n")
 
 
-async def test_prompt_after_two_dashes_may_begin_with_one() -> None:
-    async with server_process(*FAKE) as server:
-        code, out, _ = await octavo("generate", "--max-tokens", "3", "--address", server.address, "--", "-x")
-        assert code == 0
-        assert out.startswith("abc\n")
-        assert "dash" in (await octavo("generate", "--help"))[1]
+async def test_prompt_after_two_dashes_may_begin_with_one(server: Process) -> None:
+    code, out, _ = await octavo("generate", "--max-tokens", "3", "--address", server.address, "--", "-x")
+    assert code == 0
+    assert out.startswith("abc\n")
+    assert "dash" in (await octavo("generate", "--help"))[1]
 
 
 def test_rate_needs_tokens_at_two_times() -> None:
