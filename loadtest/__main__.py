@@ -7,13 +7,16 @@ import shlex
 import sys
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from datetime import datetime
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import typer
 from rich.console import Console
 
+from loadtest.arrivals import ScheduleError, replay, stretched
 from loadtest.fleet import FleetError
 from loadtest.launch import LaunchError, Service
 from loadtest.mapping import MapOptions, judge, run_map
@@ -22,15 +25,26 @@ from loadtest.mix import MIXES, MixError
 from loadtest.orders import Transport
 from loadtest.overhead import run_overhead
 from loadtest.progress import RunProgress
-from loadtest.records import Limits, RunKind, Summary
+from loadtest.records import ArrivalProcess, Limits, RunKind, Summary
 from loadtest.result import Result, ResultError
 from loadtest.search import Settings
 from loadtest.session import SessionOptions
 from loadtest.target import TargetError
 
-ERRORS = (TargetError, LaunchError, FleetError, MixError, NoSuchFaultError, ResultError)
+ERRORS = (TargetError, LaunchError, FleetError, MixError, NoSuchFaultError, ResultError, ScheduleError)
 
 Value = TypeVar("Value")
+
+
+class Process(StrEnum):
+    """Those of a steady rate."""
+
+    POISSON = ArrivalProcess.POISSON
+    GAMMA = ArrivalProcess.GAMMA
+    CONSTANT = ArrivalProcess.CONSTANT
+    BURST = ArrivalProcess.BURST
+    REPLAY = ArrivalProcess.REPLAY
+
 
 app = typer.Typer(
     rich_markup_mode=None,
@@ -68,9 +82,15 @@ def map_service(
     ] = Transport.STREAM,
     ttft: Annotated[float, typer.Option("--ttft", help="Limit of a good request, seconds.", min=0.001)] = 2.0,
     tpot: Annotated[float, typer.Option("--tpot", help="Limit of a good request, seconds.", min=0.0001)] = 0.1,
-    window: Annotated[float, typer.Option("--window", help="Measured seconds of a level.", min=1.0)] = 24.0,
-    warm_up: Annotated[float, typer.Option("--warm-up", help="Seconds before them.", min=0.0)] = 6.0,
-    minutes: Annotated[float, typer.Option("--minutes", help="Budget; refinement stops for it.", min=0.1)] = 14.0,
+    process: Annotated[Process, typer.Option("--process", help="Of arrivals; replay: of --trace.")] = Process.POISSON,
+    cv: Annotated[float, typer.Option("--cv", help="Coefficient of variation of gamma's gaps.", min=0.05)] = 2.0,
+    size: Annotated[int, typer.Option("--burst-size", help="Requests that come at once, with burst.", min=1)] = 8,
+    trace: Annotated[
+        Path | None, typer.Option("--trace", help="To replay, stretched to each rate: a schedule or a JSONL trace.")
+    ] = None,
+    window: Annotated[float, typer.Option("--window", help="Measured seconds of a level, at least.", min=1.0)] = 30.0,
+    warm_up: Annotated[float, typer.Option("--warm-up", help="Seconds before them, at least.", min=0.0)] = 6.0,
+    minutes: Annotated[float, typer.Option("--minutes", help="Budget; refinement stops for it.", min=0.1)] = 14.5,
 ) -> None:
     """Finds the knee, goes beyond it, and comes back. Ctrl-C keeps what was measured."""
     settings = Settings(
@@ -78,6 +98,9 @@ def map_service(
         warm_up=warm_up,
         window=window,
         beyond=min(20.0, window),
+        process=ArrivalProcess(process),
+        cv=cv,
+        size=size,
         budget=minutes * 60,
     )
     options = MapOptions(
@@ -98,7 +121,7 @@ def map_service(
 
     async def main() -> Result:
         async with RunProgress(console) as progress:
-            return await run_map(options, progress)
+            return await run_map(with_trace(options, trace), progress)
 
     result = guarded(main)
     show(result, result.summary)
@@ -283,6 +306,17 @@ def show(result: Result, summary: Summary) -> None:
     for note in summary.notes:
         console.print(f"  note: {note}", highlight=False)
     console.print(f"result: {result.folder}", highlight=False)
+
+
+def with_trace(options: MapOptions, path: Path | None) -> MapOptions:
+    """Raises ResultError, ScheduleError."""
+    if (options.settings.process is ArrivalProcess.REPLAY) != (path is not None):
+        raise ScheduleError("--process replay and --trace go together")
+    if path is None:
+        return options
+    trace = replay(path)
+    stretched(trace, len(trace), 1.0)  # whether it can be
+    return replace(options, settings=replace(options.settings, trace=trace))
 
 
 def folder(out: Path | None, kind: RunKind) -> Path:

@@ -130,6 +130,22 @@ def replay(path: Path) -> list[Arrival]:
     ]
 
 
+def stretched(trace: Sequence[Arrival], count: int, seconds: float, begin: int = 0) -> list[Arrival]:
+    """`count` arrivals of a trace from its `begin`th on, around its end if need be, over so many seconds: gaps keep
+    their proportions. Raises ScheduleError for a trace without time in it."""
+    if len(trace) < 2 or trace[-1].at <= trace[0].at:
+        raise ScheduleError("a trace to stretch needs two arrivals at different times")
+    gaps = [after.at - before.at for before, after in itertools.pairwise(trace)]
+    gaps.append(sum(gaps) / len(gaps))  # from its end to its beginning
+    places = [(begin + index) % len(trace) for index in range(count)]
+    whole = sum(gaps[place] for place in places) or 1.0
+    marks = itertools.accumulate((gaps[place] for place in places[:-1]), initial=0.0)
+    return [
+        msgspec.structs.replace(trace[place], at=mark * seconds / whole)
+        for place, mark in zip(places, marks, strict=False)
+    ]
+
+
 class TraceLine(msgspec.Struct, frozen=True):
     """A line of a trace as public ones are."""
 

@@ -30,10 +30,16 @@ class Batches:
 
     @classmethod
     def draw(cls, parts: Sequence[LevelRows], generator: np.random.Generator) -> Batches:
+        """Of one group alone."""
         widths = np.array([high - low for part in parts for low, high in part.batches()])
         total = len(widths)
         counts = generator.multinomial(total, np.full(total, 1 / total), size=DRAWS)
         return cls(parts, counts, widths)
+
+    def alongside(self, parts: Sequence[LevelRows]) -> Batches:
+        """The same draws of another group, whose levels are as many and have the same arrivals: what the arrivals do to
+        both is then in both."""
+        return Batches(parts, self.counts, np.array([high - low for part in parts for low, high in part.batches()]))
 
     def index(self, position: int, at: float) -> int | None:
         """The batch of a time, of the part at this position; None outside the window."""

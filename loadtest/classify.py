@@ -9,6 +9,7 @@ from loadtest.measure import LevelRows, measure
 from loadtest.records import LevelClass, Limits, Measures, Phase, Verdict
 
 KEEPS_UP = 0.98  # completions over arrivals
+GROWTH = 0.02  # of the arrivals, that stay in flight: what a significant slope has to come to
 ERRORS = 0.001  # of arrivals
 COLLAPSE = 0.8  # of the best at a lower rate
 FELT = 0.1  # of the mean TTFT, over a window
@@ -85,13 +86,21 @@ def keeps_up(measures: Measures) -> bool:
 
 
 def falls_behind(measures: Measures) -> bool:
-    """Fewer completions than arrivals, or more and more in flight: by both the share and the trend, since either alone
-    is fooled by the window's edges."""
-    share = measures.completion_rate / measures.offered if measures.offered else 1.0
-    trend = measures.in_flight_slope
-    grows = trend is not None and trend.low > 0
-    growth = 0.0 if trend is None else trend.value / measures.offered if measures.offered else 0.0
-    return share < KEEPS_UP and (grows or growth > 1 - KEEPS_UP)
+    """Completions below 98 % of arrivals, by more than the window's edges explain; or a number in flight that surely
+    rises, by at least 1 % of the arrivals: near the knee the batches that a slope is of depend on each other, and a
+    rise of less is as often none."""
+    if not measures.offered:
+        return False
+    share, trend = measures.completion_rate / measures.offered, measures.in_flight_slope
+    if share < KEEPS_UP - luck(measures):
+        return True
+    return trend is not None and trend.low > 0 and trend.value > GROWTH * measures.offered
+
+
+def luck(measures: Measures) -> float:
+    """By how much of the arrivals completions may be off since the window begins and ends somewhere: two standard
+    deviations of the number in flight, as of a Poisson number."""
+    return 2 * math.sqrt(measures.in_flight) / measures.arrivals if measures.arrivals else 0.0
 
 
 def collapse(measures: Measures, lower: Sequence[Verdict]) -> str | None:

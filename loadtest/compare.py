@@ -1,7 +1,8 @@
-"""Two results, paired level by level: is the second faster, slower, the same, or can it not be told?
+"""Two results, paired level by level: do they agree, or is the second faster or slower, or can it not be told?
 
 Every figure of a pair becomes a ratio with a bootstrap interval, turned so that above 1 means "the second is faster".
-Inside a margin around 1 they are the same; off 1, and not the same, one is faster; else it cannot be told.
+Inside a margin around 1 they are the same; off 1 with its middle beyond the margin, one is faster; else it cannot be
+told. The margin stands for what differs between two runs of the same thing, which no interval of one run has in it.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ MARGIN = 0.05  # within it two figures are the same
 KNEE_MARGIN = 0.10  # of two intervals of up to 5 %
 CONFIDENCE = 0.95
 NEAR = 0.005  # rates that differ by less are one rate
+BELOW_KNEE = 0.9  # of the knee; above it latencies are a queue's, which doubles where the service is 1 % slower
 
 
 class CompareError(Exception):
@@ -75,17 +77,24 @@ class Side:
     batches: Batches
 
     @classmethod
-    def of(cls, reading: Reading, verdict: Verdict, limits: Limits, generator: np.random.Generator) -> Side:
-        parts = reading.parts_of(verdict)
-        return cls(measure(parts, limits), Batches.draw(parts, generator))
+    def both(
+        cls, first: Sequence[LevelRows], second: Sequence[LevelRows], limits: Limits, generator: np.random.Generator
+    ) -> tuple[Side, Side]:
+        """Drawn together where they had the same arrivals."""
+        batches = Batches.draw(first, generator)
+        others = batches.alongside(second) if same_arrivals(first, second) else Batches.draw(second, generator)
+        return cls(measure(first, limits), batches), cls(measure(second, limits), others)
 
 
 @dataclass(frozen=True)
 class Pair:
+    """`near_knee`: of either run."""
+
     name: str
     first: Verdict
     second: Verdict
     changes: list[Change]
+    near_knee: bool = False
 
 
 @dataclass(frozen=True)
@@ -112,9 +121,10 @@ def compare(first: Reading, second: Reading, seed: int = 1) -> Comparison:
     limits = first.run.limits
     pairs, drawn = [], []
     for name, one, other in partners:
-        sides = Side.of(first, one, limits, generator), Side.of(second, other, limits, generator)
+        sides = Side.both(first.parts_of(one), second.parts_of(other), limits, generator)
         speeds = {figure.name: _speeds(figure, *sides, limits) for figure in FIGURES}
-        pairs.append(Pair(name, one, other, [_change(figure, *sides, speeds[figure.name]) for figure in FIGURES]))
+        changes = [_change(figure, *sides, speeds[figure.name]) for figure in FIGURES]
+        pairs.append(Pair(name, one, other, changes, near_knee(first, one) or near_knee(second, other)))
         drawn.append(speeds)
     overall = _overall(pairs, drawn)
     overall += [knee] if (knee := knee_change(first, second)) is not None else []
@@ -141,6 +151,21 @@ def pair_up(first: Reading, second: Reading) -> list[tuple[str, Verdict, Verdict
                 found.append((name, verdict, other))
                 break
     return found
+
+
+def same_arrivals(first: Sequence[LevelRows], second: Sequence[LevelRows]) -> bool:
+    """Whether two groups' levels had the same schedules, be it stretched in time: classes, lengths and gaps are of the
+    seed alone, and in closed loops the service decides when what comes."""
+
+    def drawn(parts: Sequence[LevelRows]) -> list[tuple[int, str, int]]:
+        return [(part.level.seed, part.level.process, len(part.arrived)) for part in parts]
+
+    return all(part.level.rate is not None for part in (*first, *second)) and drawn(first) == drawn(second)
+
+
+def near_knee(reading: Reading, verdict: Verdict) -> bool:
+    knee = reading.summary.knee
+    return knee is not None and verdict.rate is not None and verdict.rate > BELOW_KNEE * knee.low
 
 
 def _partners(verdict: Verdict) -> list[tuple[str, Callable[[Verdict], bool]]]:
@@ -240,7 +265,8 @@ def _latency(
     )
 
 
-# End-to-end latency follows the lengths of the outputs, which another seed draws anew: it decides nothing.
+# End-to-end latency follows the lengths of the outputs, which another seed draws anew, and goodput beyond the knee
+# jumps where the wait in a full queue passes the limit: without them two results can agree.
 FIGURES = (
     _latency("ttft", "p50", _ttft, decides=True),
     _latency("ttft", "p99", _ttft, decides=False),
@@ -264,6 +290,7 @@ FIGURES = (
         samples=lambda batches, limits: batches.rates(
             lambda part: ((row.intended, 1) for row in part.arrived if is_good(row, limits))
         ),
+        decides=False,
         load_bound=True,
     ),
     Figure(
@@ -278,13 +305,13 @@ FIGURES = (
 
 
 def shows(figure: Figure, pair: Pair) -> bool:
-    """Whether a pair can show a difference of the service. Latencies of a level that does not keep up are those of its
-    queue; rates of one that does are those of the load."""
+    """Whether a pair can show a difference of the service. Latencies of a level that does not keep up, or hardly does,
+    are those of its queue; rates of one that does are those of the load."""
     if pair.first.concurrency is not None:
         return True
     both = all(verdict.level_class is LevelClass.KEEPS_UP for verdict in (pair.first, pair.second))
     neither = all(verdict.level_class is not LevelClass.KEEPS_UP for verdict in (pair.first, pair.second))
-    return neither if figure.load_bound else both
+    return neither if figure.load_bound else both and not pair.near_knee
 
 
 # --- judgements ------------------------------------------------------------------------------------------------------
@@ -294,9 +321,10 @@ def find(low: float, high: float, margin: float = MARGIN) -> Finding:
     """Of an interval of a speed."""
     if low >= 1 / (1 + margin) and high <= 1 + margin:
         return Finding.SAME
-    if low > 1:
+    middle = math.sqrt(max(0.0, low * high))
+    if low > 1 and middle > 1 + margin:
         return Finding.FASTER
-    return Finding.SLOWER if high < 1 else Finding.CANNOT_TELL
+    return Finding.SLOWER if high < 1 and middle < 1 / (1 + margin) else Finding.CANNOT_TELL
 
 
 def knee_change(first: Reading, second: Reading) -> Change | None:

@@ -9,7 +9,18 @@ from typing import Any
 from rich.table import Table
 
 from loadtest.bootstrap import DRAWS
-from loadtest.compare import CONFIDENCE, FIGURES, KNEE_MARGIN, MARGIN, NEAR, Change, Comparison, Finding, compare
+from loadtest.compare import (
+    BELOW_KNEE,
+    CONFIDENCE,
+    FIGURES,
+    KNEE_MARGIN,
+    MARGIN,
+    NEAR,
+    Change,
+    Comparison,
+    Finding,
+    compare,
+)
 from loadtest.headline import Tile
 from loadtest.page.render import render
 from loadtest.plots.comparison import figures
@@ -34,12 +45,10 @@ def write_comparison(first: Path, second: Path, out: Path, seed: int = 1) -> tup
 
 def sentence(comparison: Comparison) -> str:
     if comparison.finding is Finding.CANNOT_TELL:
-        return f"It cannot be told which is faster: {comparison.reason}."
-    return f"The second is {_than(comparison.finding)} the first {comparison.reason}."
-
-
-def _than(finding: Finding) -> str:
-    return "the same as" if finding is Finding.SAME else f"{finding} than"
+        return f"It cannot be told whether they agree: {comparison.reason}."
+    if comparison.finding is Finding.SAME:
+        return f"The second agrees with the first {comparison.reason}."
+    return f"The second differs: it is {comparison.finding} than the first {comparison.reason}."
 
 
 def table(comparison: Comparison) -> Table:
@@ -130,16 +139,19 @@ def method() -> list[str]:
         "Levels are paired by concurrency; by offered rate, if they differ by less than "
         f"{share(NEAR)}; beyond the knee else by the multiple of each one's own knee.",
         f"Intervals: each level's window is cut into ten batches of time, which are drawn {DRAWS} times with "
-        "replacement; so what is near in time stays together. They hold for what varies within a run. What differs "
-        "between two runs of the same code on the same machine (heat, neighbours, memory layout) is not in them.",
+        "replacement; so what is near in time stays together. Levels that had the same arrivals (the same seed) are "
+        "drawn together. The intervals hold for what varies within a run. What differs between two runs of the same "
+        "code on the same machine (heat, neighbours, memory layout) is not in them.",
         f"A pair's interval is one of {share(CONFIDENCE)}; those over all levels hold together with "
         f"{share(CONFIDENCE)} (Bonferroni).",
         f"Same: the interval lies within {share(MARGIN)} ({share(KNEE_MARGIN)} for the knee, which is an interval "
-        "itself). Faster or slower: it leaves out 1. Else it cannot be told.",
-        "Over all levels, latencies count where both keep up (else they are those of a queue), rates where neither "
-        "does (else they are those of the load), and closed loops for both.",
-        "The whole is called faster or slower if no figure says the opposite, and the same only if median TTFT and "
-        "TPOT, rates and the knee are. End-to-end latency follows the lengths of the outputs as well.",
+        "itself). Faster or slower: it leaves out 1, and its middle lies beyond that margin, which is for what differs "
+        "between two runs of one thing. Else it cannot be told.",
+        f"Over all levels, latencies count where both keep up below {share(BELOW_KNEE)} of either knee (else they are "
+        "those of a queue), rates where neither does (else they are those of the load), and closed loops for both.",
+        "The whole differs (is faster or slower) if a figure does and none says the opposite, and agrees only if "
+        "median TTFT and TPOT, rates of completions and tokens, and the knee do. End-to-end latency follows the "
+        "lengths of the outputs as well, and goodput beyond the knee jumps where the queue's wait passes the limit.",
     ]
 
 

@@ -13,14 +13,14 @@ from typing import Any
 import msgspec
 from grpc import aio
 
-from loadtest.arrivals import flat, times
+from loadtest.arrivals import flat, stretched, times
 from loadtest.ending import CHANNEL_OPTIONS
 from loadtest.fleet import Fleet, Interrupted, entries_of
 from loadtest.measure import LevelRows
 from loadtest.mix import RequestClass, deal
 from loadtest.orders import Entry, Order, Played, Setup, Transport
 from loadtest.plan import LevelPlan
-from loadtest.records import Arrival, Level, Phase
+from loadtest.records import Arrival, ArrivalProcess, Level, Phase
 from loadtest.result import Result
 from loadtest.target import probe, until_recovered
 from loadtest.telemetry import Telemetry
@@ -150,14 +150,27 @@ class ServiceDriver:
 
 
 def schedule_of(plan: LevelPlan, mix: dict[str, RequestClass]) -> list[Arrival]:
-    """The arrivals of a level, by its seed alone. Warm-up and window have their exact numbers of arrivals each. A
-    closed loop's users take as many of theirs as they get to, whatever their times say."""
-    generator = random.Random(plan.seed)
+    """The arrivals of a level, by its plan alone. Warm-up and window have their exact numbers of arrivals each, and
+    draws of their own: windows of two rates and one seed begin alike, however many arrivals came before them. A closed
+    loop's users take as many of theirs as they get to, whatever their times say."""
     if plan.rate is None:
-        return deal([0.0] * int(CLOSED_RATE * plan.seconds), mix, plan.seed)
-    warm = times(flat(plan.rate, plan.warm_up), plan.process, generator)
-    window = times(flat(plan.rate, plan.window), plan.process, generator)
-    return deal([*warm, *(plan.warm_up + at for at in window)], mix, plan.seed)
+        return deal([0.0] * int(CLOSED_RATE * plan.seconds), mix, plan.seed, plan.words)
+    warm = _stretch(plan, mix, plan.warm_up, plan.seed + 1)
+    window = _stretch(plan, mix, plan.window, plan.seed)
+    return [*warm, *(msgspec.structs.replace(arrival, at=plan.warm_up + arrival.at) for arrival in window)]
+
+
+def _stretch(plan: LevelPlan, mix: dict[str, RequestClass], seconds: float, seed: int) -> list[Arrival]:
+    """The arrivals of so many seconds at the plan's rate."""
+    assert plan.rate is not None
+    if plan.process is ArrivalProcess.REPLAY:
+        count = round(plan.rate * seconds)
+        begin = random.Random(seed).randrange(len(plan.trace))
+        found = stretched(plan.trace, count, seconds, begin)
+        words = random.Random(f"{seed}/{plan.words}")
+        return [msgspec.structs.replace(arrival, seed=words.getrandbits(48)) for arrival in found]
+    at = times(flat(plan.rate, seconds), plan.process, random.Random(seed), cv=plan.cv, size=plan.size)
+    return deal(at, mix, seed, plan.words)
 
 
 async def idle_floor(address: str, ids: Sequence[int]) -> float | None:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from loadtest.classify import KEEPS_UP, grade
+from loadtest.classify import KEEPS_UP, grade, luck
 from loadtest.measure import LevelRows
 from loadtest.records import Hypothesis, Interval, LevelClass, Limits, Phase, Run, Score, Summary, Verdict
 from loadtest.usl import fit
@@ -93,8 +92,7 @@ def knee_of(sweep: Sequence[Verdict]) -> Interval | None:
     if found.low is None:
         return None
     measures = next(verdict.measures for verdict in sweep if verdict.rate == found.low)
-    luck = 2 * math.sqrt(measures.in_flight) / measures.arrivals if measures.arrivals else 0.0
-    return _interval(found, KEEPS_UP - luck)
+    return _interval(found, KEEPS_UP - luck(measures))
 
 
 def _interval(found: Bracket, share: float) -> Interval | None:

@@ -13,7 +13,7 @@ from loadtest.judge import judge_levels, summarize
 from loadtest.measure import LevelRows, by_level
 from loadtest.mix import mix_of
 from loadtest.progress import RunProgress
-from loadtest.records import Hypothesis, Limits, Run, RunKind, Summary, TelemetryRow, Verdict
+from loadtest.records import ArrivalProcess, Hypothesis, Limits, Run, RunKind, Summary, TelemetryRow, Verdict
 from loadtest.result import Result
 from loadtest.search import Search, SearchError, Settings
 from loadtest.session import Record, SessionOptions, machine_of, session, until_interrupted
@@ -50,10 +50,22 @@ async def run_map(options: MapOptions, progress: RunProgress) -> Result:
     """Raises TargetError, LaunchError, FleetError, MixError. After Ctrl-C, and after a search that could not go on,
     what was measured is judged and kept."""
     mix = mix_of(options.mix)
-    record = Record(options, RunKind.MAP, hypotheses(options.limits))
+    record = Record(options, RunKind.MAP, hypotheses(options.limits), arrivals_of(options.settings))
     async with session(record, await machine_of(), mix, progress) as opened:
         await search(opened.driver, opened.driver.result.run, options, progress)
         return opened.driver.result
+
+
+def arrivals_of(settings: Settings) -> dict[str, str | float]:
+    """What a result says of its arrivals."""
+    found: dict[str, str | float] = {"process": str(settings.process)}
+    if settings.process is ArrivalProcess.GAMMA:
+        found["cv"] = settings.cv
+    if settings.process is ArrivalProcess.BURST:
+        found["burst_size"] = settings.size
+    if settings.process is ArrivalProcess.REPLAY:
+        found["trace_arrivals"] = len(settings.trace)
+    return found
 
 
 async def search(driver: ServiceDriver, run: Run, options: MapOptions, progress: RunProgress) -> None:

@@ -62,6 +62,7 @@ SHARED_PREFIX = RequestClass(Form.SHARED_PREFIX, (528, 576), (8, 48), prefix=512
 JSON = RequestClass(Form.JSON, (16, 64), (48, 64))
 LONG = RequestClass(Form.TOKENS, (2048, 2048), (256, 256))
 SHORT = RequestClass(Form.TOKENS, (4, 12), (8, 24))
+BRIEF = RequestClass(Form.TOKENS, (4, 12), (2, 6))
 
 
 def weighted(kind: RequestClass, weight: float) -> RequestClass:
@@ -75,6 +76,7 @@ MIXES: dict[str, dict[str, RequestClass]] = {
     "json": {"json": JSON},
     "2048-256": {"2048-256": LONG},
     "short": {"short": SHORT},
+    "brief": {"brief": BRIEF},
     "mixed": {
         "chat": weighted(CHAT, 0.7),
         "long-prompt": weighted(LONG_PROMPT, 0.1),
@@ -95,10 +97,11 @@ def mix_of(name: str) -> dict[str, RequestClass]:
     return MIXES[name]
 
 
-def deal(times: Sequence[float], mix: dict[str, RequestClass], seed: int) -> list[Arrival]:
-    """Gives each arrival a class, lengths and a seed. Classes and lengths follow sequences of low discrepancy: any
-    stretch of arrivals has nearly the mix's own shares and mean lengths: levels differ in rate and not in work."""
-    generator = random.Random(seed)
+def deal(times: Sequence[float], mix: dict[str, RequestClass], seed: int, words: int = 0) -> list[Arrival]:
+    """Gives each arrival a class, lengths and a seed of its prompt; the last from `words` as well. Classes and lengths
+    follow sequences of low discrepancy: any stretch of arrivals has nearly the mix's own shares and mean lengths:
+    levels differ in rate and not in work."""
+    generator, prompts_of = random.Random(seed), random.Random(f"{seed}/{words}")
     kinds, prompts, outputs = (_spread(generator, step) for step in STEPS)
     total = sum(kind.weight for kind in mix.values())
     bounds = list(itertools.accumulate(kind.weight / total for kind in mix.values()))
@@ -109,7 +112,7 @@ def deal(times: Sequence[float], mix: dict[str, RequestClass], seed: int) -> lis
         name = names[min(len(names) - 1, sum(bound <= mark for bound in bounds))]
         prompt, output = _length(mix[name].prompt, next(prompts)), _length(mix[name].output, next(outputs))
         arrivals.append(
-            Arrival(at=at, kind=name, seed=generator.getrandbits(48), prompt_tokens=prompt, output_tokens=output)
+            Arrival(at=at, kind=name, seed=prompts_of.getrandbits(48), prompt_tokens=prompt, output_tokens=output)
         )
     return arrivals
 

@@ -225,7 +225,7 @@ class ClientReport(Record, frozen=True, kw_only=True):
     """One client process over a level. `cpu`: share of one core in the window. `lag`: percentiles (p50, p99, max) in
     seconds of how late its event loop woke up, which bounds what it adds to any stamp. `tokens_per_second`: received.
     `receive_lag_p99`: from the server's stamp to ours, where the server stamps its messages. `nice`: the process's
-    priority.
+    priority. `first`: it was scheduled before every process of ordinary priority.
     """
 
     client: int
@@ -236,6 +236,7 @@ class ClientReport(Record, frozen=True, kw_only=True):
     tokens_per_second: float = 0.0
     receive_lag_p99: float | None = None
     nice: int = 0
+    first: bool = False
 
 
 class Phase(StrEnum):

@@ -18,6 +18,7 @@ from loadtest.quantity import NONE, moment, number, quantile_of, seconds, share,
 from loadtest.reading import Reading
 from loadtest.records import LevelClass, Run, RunKind, Verdict
 from loadtest.result import Result
+from loadtest.search import SETTLING, SLOWEST, Settings
 
 HERO = "03-offered-completed"
 RELATIONS = {"<=": "≤", ">=": "≥", "==": "="}
@@ -248,14 +249,25 @@ def method(run: Run) -> list[str]:
     return [
         "Open loop: the arrival schedule is drawn from the seed before anything is sent and kept with the result; no "
         "request waits for another. Latencies count from the time at which the schedule wanted a request sent.",
+        "In a search the first level of every rate has the same arrivals, stretched in time, and so have the second "
+        "and the third: gaps, classes and lengths, never words, which a prefix cache would know. Levels then differ in "
+        "their rate alone.",
+        f"A window has at least {Settings.completions} arrivals and {SLOWEST:g} times the p95 of end-to-end times at "
+        f"the next lower rate, a warm-up {SETTLING:g} times that, as far as {seconds(Settings.most_window)} go: a "
+        "schedule is written down before its level begins, so a warm-up does not wait until the number in flight "
+        "stands still; one that was too short shows as a rising number, and the level as one that does not keep up.",
         "TTFT: to the first message with a token. TPOT: mean time of the tokens after the first, for each request. "
         "ITL: single gaps. Percentiles are of all requests of a group (nearest rank); requests still running when a "
         "level was cut off count as lower bounds, and a percentile that they reach is printed as “≥”.",
         f"Goodput: completed requests with TTFT at most {seconds(run.limits.ttft)} and TPOT at most "
         f"{seconds(run.limits.tpot)}.",
-        f"Keeps up: errors at most {share(classify.ERRORS)} of arrivals, and not both completions below "
-        f"{share(classify.KEEPS_UP)} of arrivals and a rising number in flight. Saturated, stable: refusals fill the "
-        "gap and TTFT does not rise. Saturated, growing: neither. Collapsing: token rate or goodput below "
+        f"Keeps up: errors at most {share(classify.ERRORS)} of arrivals; completions at least "
+        f"{share(classify.KEEPS_UP)} of them, but for what the window's edges explain (two standard deviations of the "
+        "number in flight); and a number in flight that does not rise. It rises if its slope is above zero with "
+        f"97.5 % and comes to {share(classify.GROWTH)} of the arrivals. Significance alone would not do: the slope is "
+        "of ten stretches of time, which near the knee depend on each other, and in simulation that turned away rates "
+        "that a server of known capacity keeps up with. Saturated, stable: refusals fill the gap and TTFT does not "
+        "rise. Saturated, growing: neither. Collapsing: token rate or goodput below "
         f"{share(classify.COLLAPSE)} of the best at a lower rate, by more than so few requests vary. Hung: "
         f"{seconds(classify.SILENCE)} without a token or a step while something was in flight. Crashed: the "
         "service's own word that it died, or no service.",
@@ -266,4 +278,7 @@ def method(run: Run) -> list[str]:
         f"A level is voided when the client was the bottleneck: sends later than {seconds(classify.LATENESS)} (p99) "
         f"or {share(classify.LATENESS_SHARE)} of the mean gap, whichever is more; a client process above "
         f"{share(classify.CLIENT_CPU)} of a core; requests that the client could not send.",
+        "Where the system allows it, client processes are scheduled before everything of ordinary priority "
+        "(SCHED_FIFO): on shared cores they else wait for the service's time slices, and measure those. The service "
+        "has less of the cores by what the clients use, at the very moments at which something arrives or goes out.",
     ]

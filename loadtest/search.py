@@ -1,5 +1,9 @@
 """Finds the knee of a service: calibrate, ladder, bisect, confirm, go beyond it, come back.
 
+What differs between two levels is to be their rate alone: the first levels of all rates have the same arrivals,
+stretched in time (`LevelPlan.seed`), and repeats of a rate alternate with those of the other end of the bracket, so
+that a machine that slows down slows both.
+
 The axis refines itself: the ladder begins far below the bound that the calibration found and goes on in whatever
 direction the verdicts ask for, and nothing but verdicts moves the bracket.
 """
@@ -14,13 +18,17 @@ from loadtest.classify import grade
 from loadtest.judge import Bracket, bracket, in_order, knee_of, meets_limits
 from loadtest.measure import LevelRows
 from loadtest.plan import Driver, LevelPlan
-from loadtest.records import Level, LevelClass, Limits, Phase, Verdict
+from loadtest.records import Arrival, ArrivalProcess, Level, LevelClass, Limits, Phase, Verdict
 
 GAIN = 1.05  # of the rate, for the closed loop to go on doubling
 GOOD = frozenset({LevelClass.KEEPS_UP})
 MOST_RUNGS = 16  # extensions of the ladder in one direction
 MOST_BISECTIONS = 24
 NARROWINGS = 3
+GRID = 1.1  # the ladder's rates are multiples of its powers: maps of one service have levels in common
+SLOWEST = 5.0  # p95 of end-to-end times in a window
+SETTLING = 3.0  # in a warm-up
+BETWEEN = 4.0  # seconds that a level takes besides warm-up and window
 
 
 class SearchError(Exception):
@@ -29,9 +37,12 @@ class SearchError(Exception):
 
 @dataclass(frozen=True)
 class Settings:
-    """Times in seconds. `knee_width`: that the knee's interval is to have at most. `width`: of the bracket (its highest
-    over its lowest rate, less 1) at first; the interval is wider by the 2 % that keeping up allows, and by luck.
-    `repeats`: levels at each end of the bracket."""
+    """Times in seconds. `warm_up`, `window`: the least; a window also has `completions` requests and five times the p95
+    of end-to-end times that was last seen at a lower rate, a warm-up three times that, neither more than `most_window`.
+    `knee_width`: that the knee's interval is to have at most. `width`: of the bracket (its highest over its lowest
+    rate, less 1) at first; the interval is wider by the 2 % that keeping up allows, and by luck. `repeats`: levels at
+    each end of the bracket. `bends`: levels where the curve of p99 TTFT bends most. `process`, `cv`, `size`, `trace`:
+    of arrivals in open loops, as of `LevelPlan`."""
 
     calibrate: float = 8.0
     warm_up: float = 8.0
@@ -45,6 +56,13 @@ class Settings:
     multiples: tuple[float, ...] = (1.2, 1.5, 2.0, 3.0)
     most_concurrency: int = 1024
     slo_levels: int = 3
+    bends: int = 2
+    completions: int = 200
+    most_window: float = 90.0
+    process: ArrivalProcess = ArrivalProcess.POISSON
+    cv: float = 2.0
+    size: int = 8
+    trace: Sequence[Arrival] = ()
     budget: float = math.inf
 
 
@@ -71,6 +89,7 @@ class Search:
         await self.ladder(bound)
         await self.knee()
         await self.bisect(meets_limits, Phase.REFINE, self.settings.slo_levels, self.settings.width)
+        await self.bends()
         await self.beyond()
 
     # --- phases -----------------------------------------------------------------------------------------------------
@@ -89,6 +108,7 @@ class Search:
 
     async def ladder(self, bound: float) -> None:
         """From far below the bound to above it; further down or up if all of it fails or keeps up."""
+        bound = GRID ** round(math.log(bound, GRID))
         for share in self.settings.ladder:
             verdict = await self.run(self._open(Phase.LADDER, bound * share))
             if verdict.level_class not in GOOD and share != self.settings.ladder[0]:
@@ -123,9 +143,8 @@ class Search:
             found = bracket(self._open_verdicts(), good)
             if found.low is None or found.high is None or found.high / found.low <= 1 + width:
                 return
-            if not self._affordable(self.settings.window + self.settings.warm_up, f"{phase} stopped"):
+            if not await self._afforded(self._open(phase, math.sqrt(found.low * found.high)), f"{phase} stopped"):
                 return
-            await self.run(self._open(phase, math.sqrt(found.low * found.high)))
 
     async def confirm(self, width: float) -> None:
         """Repeats both ends of the bracket. A pooled verdict that turns moves the bracket, and the search goes on."""
@@ -136,11 +155,17 @@ class Search:
             if not missing:
                 return
             for rate in missing:
-                if not self._affordable(self.settings.window + self.settings.warm_up, "repeats stopped"):
+                if not await self._afforded(self._open(Phase.BISECT, rate), "repeats stopped"):
                     return
-                await self.run(self._open(Phase.BISECT, rate))
             await self.extend(ends[-1])
             await self.bisect(keeping, Phase.BISECT, MOST_BISECTIONS, width)
+
+    async def bends(self) -> None:
+        """Levels where p99 TTFT over the rate bends most, up to the knee: between that rate and the next ones."""
+        for _ in range(self.settings.bends):
+            rate = bend([verdict for verdict in self._open_verdicts() if keeping(verdict)])
+            if rate is None or not await self._afforded(self._open(Phase.REFINE, rate), "the bend was not refined"):
+                return
 
     async def beyond(self) -> None:
         """Multiples of the knee, then the way back from the last one."""
@@ -148,10 +173,8 @@ class Search:
         if found.low is None:
             return
         for multiple in self.settings.multiples:
-            plan = replace(
-                self._open(Phase.BEYOND, found.low * multiple), multiple=multiple, window=self.settings.beyond
-            )
-            await self.run(plan)
+            plan = self._open(Phase.BEYOND, found.low * multiple)
+            await self.run(replace(plan, multiple=multiple, window=self.settings.beyond))
         multiple = self.settings.multiples[-1]
         plan = self._open(Phase.RECOVERY, found.low * multiple)
         await self.run(
@@ -166,7 +189,7 @@ class Search:
         part = await self.driver.run(plan)
         verdict = self._keep(part)
         if str(part.level.index) in verdict.void and not part.level.interrupted:
-            part = await self.driver.run(replace(plan, seed=plan.seed + 1, repeat=plan.repeat + 1))
+            part = await self.driver.run(replace(plan, words=self._words(), repeat=plan.repeat + 1))
             verdict = self._keep(part)
         return verdict
 
@@ -187,27 +210,43 @@ class Search:
             warm_up=settings.calibrate / 4,
             window=settings.calibrate,
             drain_limit=settings.drain_limit,
-            seed=self._seed(),
+            seed=self.seed * 10_000,
+            words=self._words(),
         )
 
     def _open(self, phase: Phase, rate: float) -> LevelPlan:
-        settings = self.settings
+        """The nth level of every rate has the same arrivals, stretched in time: what differs between rates is then the
+        rate and not the luck of the draw."""
+        settings, slow = self.settings, self._slow(rate)
         return LevelPlan(
             phase=phase,
             rate=float(f"{rate:.4g}"),
-            warm_up=settings.warm_up,
-            window=settings.window,
+            warm_up=min(max(settings.warm_up, SETTLING * slow), settings.most_window),
+            window=min(max(settings.window, settings.completions / rate, SLOWEST * slow), settings.most_window),
             drain_limit=settings.drain_limit,
-            seed=self._seed(),
-            repeat=self._count(rate),
+            seed=self.seed * 10_000 + self._count(rate) * 10,
+            words=self._words(),
+            process=settings.process,
+            cv=settings.cv,
+            size=settings.size,
+            trace=settings.trace,
+            repeat=len(self.parts.get(f"rate:{rate:.4g}", ())),
         )
 
-    def _seed(self) -> int:
+    def _slow(self, rate: float) -> float:
+        """p95 of end-to-end times at the next lower rate that keeps up; 0 where none is known."""
+        lower = [verdict for verdict in self._open_verdicts() if keeping(verdict) and (verdict.rate or 0.0) <= rate]
+        return lower[-1].measures.e2e.p95.value if lower and lower[-1].measures.e2e is not None else 0.0
+
+    def _words(self) -> int:
         self._runs += 1
-        return self.seed * 10_000 + self._runs * 10
+        return self._runs
 
     def _count(self, rate: float) -> int:
-        return len(self.parts.get(f"rate:{rate:.4g}", ()))
+        """Levels of this rate that count."""
+        group = f"rate:{rate:.4g}"
+        void = self.verdicts[group].void if group in self.verdicts else {}
+        return sum(str(part.level.index) not in void for part in self.parts.get(group, ()))
 
     def _open_verdicts(self) -> list[Verdict]:
         return in_order(self.verdicts.values())
@@ -215,11 +254,12 @@ class Search:
     def _bracket(self) -> Bracket:
         return bracket(self._open_verdicts(), keeping)
 
-    def _affordable(self, seconds: float, what: str) -> bool:
-        """Whether the budget has room for a level and everything beyond the knee."""
+    async def _afforded(self, plan: LevelPlan, what: str) -> bool:
+        """Runs a level if the budget has room for it and for everything beyond the knee."""
         settings = self.settings
-        beyond = (len(settings.multiples) + 1) * (settings.warm_up + settings.beyond + settings.drain_limit / 2)
-        if self.clock() + seconds + beyond <= settings.budget:
+        beyond = (len(settings.multiples) + 1) * (settings.warm_up + settings.beyond + BETWEEN)
+        if self.clock() + plan.seconds + BETWEEN + beyond <= settings.budget:
+            await self.run(plan)
             return True
         note = f"{what}: the budget of {settings.budget:.0f} s was spent"
         if note not in self.notes:
@@ -229,7 +269,7 @@ class Search:
     def _expected(self, phase: Phase) -> list[float]:
         """Seconds of the levels that are still to come after a level of this phase, as far as can be said."""
         settings = self.settings
-        level = settings.warm_up + settings.window + 3.0
+        level = settings.warm_up + settings.window + BETWEEN
         rest: list[float] = []
         if phase is Phase.CALIBRATE:
             rest += [level] * len(settings.ladder)
@@ -238,11 +278,23 @@ class Search:
         if phase in (Phase.CALIBRATE, Phase.LADDER, Phase.BISECT):
             rest += [level] * max(0, 2 * settings.repeats - 2 - self._repeated())
         if phase not in (Phase.BEYOND, Phase.RECOVERY):
-            rest += [settings.warm_up + settings.beyond + 5.0] * (len(settings.multiples) + 1)
+            rest += [settings.warm_up + settings.beyond + BETWEEN] * (len(settings.multiples) + 1)
         return rest
 
     def _repeated(self) -> int:
         return sum(len(parts) - 1 for group, parts in self.parts.items() if group.startswith("rate:"))
+
+
+def bend(verdicts: Sequence[Verdict]) -> float | None:
+    """The rate at which a level shows most of how p99 TTFT bends: the middle of the wider gap beside the point with the
+    largest second difference. verdicts: by rate. None below three of them."""
+    points = [(v.rate, v.measures.ttft.p99.value) for v in verdicts if v.rate and v.measures.ttft is not None]
+    found: tuple[float, float] | None = None
+    for (x0, y0), (x1, y1), (x2, y2) in zip(points, points[1:], points[2:], strict=False):
+        bent = (y2 - y1) / (x2 - x1) - (y1 - y0) / (x1 - x0)
+        middle = (x0 + x1) / 2 if x1 - x0 > x2 - x1 else (x1 + x2) / 2
+        found = max(found or (bent, middle), (bent, middle))
+    return found[1] if found else None
 
 
 def keeping(verdict: Verdict) -> bool:

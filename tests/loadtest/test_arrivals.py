@@ -9,9 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from loadtest.arrivals import ScheduleError, flat, ramp, replay, spike, steps, times
+from loadtest.arrivals import ScheduleError, flat, ramp, replay, spike, steps, stretched, times
+from loadtest.drive import schedule_of
 from loadtest.mix import KINDS, MIXES, RequestBuilder, deal, mix_of
-from loadtest.records import Arrival, ArrivalProcess
+from loadtest.plan import LevelPlan
+from loadtest.records import Arrival, ArrivalProcess, Phase
 from loadtest.result import write_rows
 
 SECONDS, RATE = 100.0, 20.0
@@ -87,6 +89,50 @@ def test_a_trace_can_be_played(tmp_path: Path) -> None:
     trace.write_text("not a trace\n")
     with pytest.raises(ScheduleError, match=r"trace\.jsonl"):
         replay(trace)
+
+
+def test_a_trace_is_stretched_to_a_rate_and_goes_around_its_end() -> None:
+    trace = [Arrival(at=at, kind="chat", seed=index) for index, at in enumerate((10.0, 11.0, 13.0, 13.0))]
+    found = stretched(trace, 6, 60.0, begin=2)
+    assert [arrival.seed for arrival in found] == [2, 3, 0, 1, 2, 3]
+    # Gaps 0, 1 (from the end to the beginning: the mean one), 1, 2, 0, 1: five units in sixty seconds.
+    assert [arrival.at for arrival in found] == pytest.approx([0.0, 0.0, 12.0, 24.0, 48.0, 48.0])
+    assert stretched(trace, 0, 60.0) == []
+    with pytest.raises(ScheduleError, match="two arrivals"):
+        stretched(trace[2:], 4, 60.0)
+
+
+@pytest.mark.parametrize("process", [ArrivalProcess.POISSON, ArrivalProcess.GAMMA, ArrivalProcess.REPLAY])
+def test_levels_of_one_seed_have_the_same_arrivals_stretched_in_time_and_no_words_in_common(
+    process: ArrivalProcess,
+) -> None:
+    mix = mix_of("mixed")
+    trace = deal(drawn(ArrivalProcess.POISSON)[:150], mix, 9)
+
+    def window(rate: float, words: int) -> list[Arrival]:
+        """Of a hundred arrivals."""
+        plan = LevelPlan(
+            phase=Phase.LADDER,
+            rate=rate,
+            warm_up=4.0,
+            window=100 / rate,
+            drain_limit=1.0,
+            seed=7,
+            words=words,
+            process=process,
+            trace=trace,
+        )
+        return [arrival for arrival in schedule_of(plan, mix) if arrival.at >= 4.0]
+
+    slow, fast = window(5.0, 1), window(10.0, 2)
+    assert len(slow) == len(fast) == 100
+    assert [2 * (arrival.at - 4.0) for arrival in fast] == pytest.approx([arrival.at - 4.0 for arrival in slow])
+
+    def work(level: list[Arrival]) -> list[tuple[str, int, int]]:
+        return [(arrival.kind, arrival.prompt_tokens, arrival.output_tokens) for arrival in level]
+
+    assert work(slow) == work(fast)
+    assert not {arrival.seed for arrival in slow} & {arrival.seed for arrival in fast}
 
 
 def test_any_stretch_of_a_schedule_has_the_mixs_shares_and_mean_lengths() -> None:

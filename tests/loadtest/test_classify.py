@@ -92,6 +92,36 @@ def test_growing() -> None:
     assert "in flight +" in evidence
 
 
+def test_too_few_completions_are_enough_however_the_number_in_flight_goes() -> None:
+    """Every twentieth is cancelled at once: nothing piles up, and 5 % of the arrivals do not come out."""
+
+    def row(index: int) -> RequestRow:
+        return ended(index, Outcome.CANCELLED, "CANCELLED", "") if index % 20 == 0 else completed(index)
+
+    found, evidence = class_of(part_of(row))
+    assert found is LevelClass.SATURATED_GROWING
+    assert "95.0%" in evidence
+
+
+def test_a_number_in_flight_that_surely_rises_is_enough_whatever_the_edges_make_of_the_completions() -> None:
+    """It rises by a tenth of the arrivals, and falls back just before the window ends."""
+
+    def row(index: int) -> RequestRow:
+        return completed(index, took=min(0.5 + max(index, 0) / RATE / 10, SECONDS - 0.01 - min(index, 395) / RATE))
+
+    found, evidence = class_of(part_of(row))
+    assert "100.2%" in evidence
+    assert found is LevelClass.SATURATED_GROWING
+
+
+def test_what_the_edges_of_a_window_explain_is_no_loss() -> None:
+    """Five in flight of 400: up to 1.1 % of the arrivals may be missing by luck."""
+    late = part_of(lambda index: completed(index, took=1.6 if index >= 384 else 0.5))
+    found, evidence = class_of(late)
+    assert "97.2%" in evidence
+    assert found is LevelClass.KEEPS_UP
+
+
 def test_refusals_that_fill_the_gap_are_stable() -> None:
     def row(index: int) -> RequestRow:
         return ended(index, Outcome.REFUSED, "RESOURCE_EXHAUSTED", "QUEUE_FULL") if index % 2 else completed(index)

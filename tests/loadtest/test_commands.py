@@ -10,7 +10,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from loadtest.__main__ import app
 from loadtest.launch import LaunchError, Service
 from loadtest.records import LevelClass, Outcome, Phase, Regime
 from loadtest.result import Result
@@ -43,6 +45,13 @@ async def test_what_a_person_can_put_right_is_one_line(
     assert code == 2, err
     assert problem in err
     assert len(err.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize("arguments", [["--process", "replay"], ["--trace", "trace.jsonl"]])
+def test_a_replay_and_its_trace_go_together(tmp_path: Path, arguments: list[str]) -> None:
+    done = CliRunner().invoke(app, ["map", *arguments, "--out", str(tmp_path / "r")])
+    assert done.exit_code == 2
+    assert "--process replay and --trace go together" in done.output
 
 
 @pytest.mark.slow

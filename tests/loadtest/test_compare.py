@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import dataclass, field
 from dataclasses import replace as with_fields
 from pathlib import Path
 
@@ -28,14 +29,16 @@ from loadtest.compare import (
     pair_up,
     shows,
 )
-from loadtest.comparing import page_of, write_comparison
+from loadtest.comparing import page_of, sentence, write_comparison
 from loadtest.measure import LevelRows
+from loadtest.plan import LevelPlan
 from loadtest.reading import Reading
 from loadtest.records import Interval, Level, LevelClass, Outcome, Phase, RequestRow
 from loadtest.result import Result
+from loadtest.search import Settings
 from tests.loadtest import chromium, synthetic_kinds
 from tests.loadtest.simulated import SteppingServer
-from tests.loadtest.synthetic import LIMITS
+from tests.loadtest.synthetic import LIMITS, synthetic_map
 from tests.loadtest.test_report import structure
 
 
@@ -219,6 +222,47 @@ def test_the_same_server_again_is_not_called_faster_or_slower(tmp_path: Path) ->
     assert len(wrong) <= 1, findings
 
 
+@dataclass
+class Wavering(SteppingServer):
+    """Its steps take up to 1 % more or less in each level, as a machine's do."""
+
+    generator: random.Random = field(default_factory=lambda: random.Random(0))
+
+    async def run(self, plan: LevelPlan) -> LevelRows:
+        factor = self.generator.uniform(0.99, 1.01)
+        base, each = self.base, self.each
+        self.base, self.each = base * factor, each * factor
+        part = await super().run(plan)
+        self.base, self.each = base, each
+        return part
+
+
+MAP = Settings(
+    calibrate=8.0,
+    warm_up=4.0,
+    window=16.0,
+    beyond=16.0,
+    ladder=(0.5, 0.85, 1.05, 1.3),
+    repeats=1,
+    multiples=(2.0,),
+    slo_levels=0,
+    bends=0,
+    most_concurrency=32,
+)
+
+
+async def test_two_maps_of_one_server_agree_and_one_of_a_server_slower_by_a_tenth_differs(tmp_path: Path) -> None:
+    async def mapped(name: str, by: float, luck: int) -> Reading:
+        server = Wavering(queue=40, base=0.010 * by, each=0.001 * by, generator=random.Random(luck))
+        return Reading(await synthetic_map(tmp_path / name, server, settings=MAP))
+
+    first, again, slower = [await mapped(*way) for way in (("a", 1.0, 1), ("b", 1.0, 2), ("c", 1.1, 3))]
+    assert compare(first, again).finding is Finding.SAME
+    assert "agrees" in sentence(compare(first, again))
+    assert compare(first, slower).finding is Finding.SLOWER
+    assert "differs" in sentence(compare(first, slower))
+
+
 def test_figures_that_contradict_each_other_decide_nothing() -> None:
     faster, slower = Change("TTFT p50", Finding.FASTER), Change("TPOT p50", Finding.SLOWER)
     assert conclude([faster, slower])[0] is Finding.CANNOT_TELL
@@ -306,7 +350,7 @@ def test_the_page_is_whole(one: Reading, slower: Reading, tmp_path: Path) -> Non
     assert [url for url in found.fetched if not url.startswith(("#", "data:"))] == []
     text = page.read_text(encoding="utf-8")
     assert text == page_of(comparison)
-    assert "The second is slower than the first" in text
+    assert "The second differs: it is slower than the first" in text
     assert text.count('<td class="change') == len(comparison.pairs) * len(FIGURES)
     assert {file.name for file in (tmp_path / "plots").iterdir()} >= {"12-comparison.png", "12-comparison.csv"}
 
@@ -315,7 +359,7 @@ def test_the_command_prints_its_finding(one: Reading, slower: Reading, tmp_path:
     out = tmp_path / "out"
     done = CliRunner().invoke(app, ["compare", str(one.folder), str(slower.folder), "--out", str(out)])
     assert done.exit_code == 0, done.output
-    assert "The second is slower than the first" in done.output
+    assert "The second differs: it is slower than the first" in done.output
     assert (out / "report.html").exists()
 
 

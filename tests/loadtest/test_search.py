@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
@@ -17,9 +18,9 @@ from loadtest.judge import bracket, in_order, judge_levels, knee_of
 from loadtest.measure import LevelRows
 from loadtest.mix import SHORT
 from loadtest.plan import LevelPlan
-from loadtest.records import Interval, LevelClass, Phase, RunKind, Verdict
+from loadtest.records import ArrivalProcess, Interval, LevelClass, Phase, RunKind, Verdict
 from loadtest.result import Result
-from loadtest.search import Search, SearchError, Settings
+from loadtest.search import Search, SearchError, Settings, bend
 from tests.loadtest.known_server import Behaviour
 from tests.loadtest.playing import IDS, known_service
 from tests.loadtest.simulated import SteppingServer
@@ -137,6 +138,40 @@ async def test_the_budget_stops_refinement_and_says_so() -> None:
     await search.map()
     assert any("budget" in note for note in search.notes)
     assert any(verdict.phase is Phase.RECOVERY for verdict in search.verdicts.values())
+
+
+async def test_a_window_is_long_enough_for_its_requests() -> None:
+    """The lowest rate has 200 arrivals; where requests take long, five times the p95 of what they took."""
+    server = SteppingServer(base=0.09, each=0.01, tokens=(30, 50), seats=64)
+    search = search_of(server, settings=replace(SETTINGS, ladder=(0.3, 0.6, 0.8), completions=40))
+    await search.ladder(2.5)
+    first, second, *_ = sorted((parts[0] for parts in search.parts.values()), key=lambda part: part.level.index)
+    assert first.seconds == pytest.approx(40 / (first.level.rate or 0.0), abs=0.1)
+    slow = search.verdicts[first.level.group].measures.e2e
+    assert slow is not None
+    assert second.seconds == pytest.approx(5 * slow.p95.value, abs=0.1)
+    assert second.level.window_start - second.level.start == pytest.approx(3 * slow.p95.value, abs=0.1)
+
+
+async def test_a_map_looks_closer_where_the_curve_bends() -> None:
+    server = SteppingServer(tokens=(2, 4))
+    search = search_of(server, settings=replace(SETTINGS, bends=1))
+    for rate in (60.0, 120.0, 160.0, 190.0):
+        await search.run(search._open(Phase.LADDER, rate))
+    await search.bends()
+    rates = [verdict.rate for verdict in in_order(search.verdicts.values())]
+    assert rates == [60.0, 120.0, 140.0, 160.0, 190.0] or rates == [60.0, 120.0, 160.0, 175.0, 190.0]
+    assert bend(in_order(search.verdicts.values())[:2]) is None
+
+
+async def test_a_map_has_the_arrivals_that_it_was_asked_for() -> None:
+    search = search_of(SteppingServer(tokens=(2, 4)), settings=replace(SETTINGS, process=ArrivalProcess.BURST, size=5))
+    await search.ladder(60.0)
+    levels = [part.level for parts in search.parts.values() for part in parts]
+    assert {level.process for level in levels} == {ArrivalProcess.BURST}
+    part = next(iter(search.parts.values()))[0]
+    counts = Counter(row.intended for row in part.arrived)
+    assert counts.most_common()[0][1] == counts.most_common()[-2][1] == 5
 
 
 async def test_a_bracket_spans_verdicts_that_are_not_in_order() -> None:
