@@ -97,7 +97,7 @@ def map_service(
         calibrate=min(8.0, window / 3),
         warm_up=warm_up,
         window=window,
-        beyond=min(20.0, window),
+        beyond=window,
         process=ArrivalProcess(process),
         cv=cv,
         size=size,

@@ -141,7 +141,7 @@ def stretched(trace: Sequence[Arrival], count: int, seconds: float, begin: int =
     whole = sum(gaps[place] for place in places) or 1.0
     marks = itertools.accumulate((gaps[place] for place in places[:-1]), initial=0.0)
     return [
-        msgspec.structs.replace(trace[place], at=mark * seconds / whole)
+        msgspec.structs.replace(trace[place], at=round(mark * seconds / whole, 6))
         for place, mark in zip(places, marks, strict=False)
     ]
 

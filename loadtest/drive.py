@@ -17,7 +17,7 @@ from loadtest.arrivals import flat, stretched, times
 from loadtest.ending import CHANNEL_OPTIONS
 from loadtest.fleet import Fleet, Interrupted, entries_of
 from loadtest.measure import LevelRows
-from loadtest.mix import RequestClass, deal
+from loadtest.mix import APART, RequestClass, deal
 from loadtest.orders import Entry, Order, Played, Setup, Transport
 from loadtest.plan import LevelPlan
 from loadtest.records import Arrival, ArrivalProcess, Level, Phase
@@ -157,7 +157,7 @@ def schedule_of(plan: LevelPlan, mix: dict[str, RequestClass]) -> list[Arrival]:
         return deal([0.0] * int(CLOSED_RATE * plan.seconds), mix, plan.seed, plan.words)
     warm = _stretch(plan, mix, plan.warm_up, plan.seed + 1)
     window = _stretch(plan, mix, plan.window, plan.seed)
-    return [*warm, *(msgspec.structs.replace(arrival, at=plan.warm_up + arrival.at) for arrival in window)]
+    return [*warm, *(msgspec.structs.replace(arrival, at=round(plan.warm_up + arrival.at, 6)) for arrival in window)]
 
 
 def _stretch(plan: LevelPlan, mix: dict[str, RequestClass], seconds: float, seed: int) -> list[Arrival]:
@@ -167,8 +167,8 @@ def _stretch(plan: LevelPlan, mix: dict[str, RequestClass], seconds: float, seed
         count = round(plan.rate * seconds)
         begin = random.Random(seed).randrange(len(plan.trace))
         found = stretched(plan.trace, count, seconds, begin)
-        words = random.Random(f"{seed}/{plan.words}")
-        return [msgspec.structs.replace(arrival, seed=words.getrandbits(48)) for arrival in found]
+        first = random.Random(f"{seed}/{plan.words}").getrandbits(48)
+        return [msgspec.structs.replace(arrival, seed=first + index * APART) for index, arrival in enumerate(found)]
     at = times(flat(plan.rate, seconds), plan.process, random.Random(seed), cv=plan.cv, size=plan.size)
     return deal(at, mix, seed, plan.words)
 

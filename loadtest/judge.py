@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from loadtest.classify import KEEPS_UP, grade, luck
 from loadtest.measure import LevelRows
-from loadtest.records import Hypothesis, Interval, LevelClass, Limits, Phase, Run, Score, Summary, Verdict
+from loadtest.records import Hypothesis, Interval, LevelClass, Limits, Measures, Phase, Run, Score, Summary, Verdict
 from loadtest.usl import fit
 
 SLO_SHARE = 0.99
@@ -108,7 +108,7 @@ def measures_of(sweep: Sequence[Verdict], verdicts: Sequence[Verdict], knee: Int
     if knee is not None:
         found |= {"knee_low": knee.low, "knee_high": knee.high, "knee_width": knee.width}
     if sweep:
-        found["peak_goodput"] = max(verdict.measures.goodput for verdict in sweep)
+        found["peak_goodput"] = max(served_goodput(verdict.measures) for verdict in sweep)
         found["peak_token_rate"] = max(verdict.measures.token_rate for verdict in verdicts)
     keeping = [verdict for verdict in sweep if verdict.level_class is LevelClass.KEEPS_UP]
     gaps = [v.measures.little_gap for v in keeping if v.measures.little_gap is not None]
@@ -126,13 +126,19 @@ def measures_of(sweep: Sequence[Verdict], verdicts: Sequence[Verdict], knee: Int
 
 def _beyond(verdict: Verdict, peak: float) -> dict[str, float]:
     measures, suffix = verdict.measures, f"_at_{verdict.multiple:g}"
-    found = {f"goodput_share{suffix}": measures.goodput / peak if peak else 0.0}
+    found = {f"goodput_share{suffix}": served_goodput(measures) / peak if peak else 0.0}
     if measures.ttft is not None:
         found[f"ttft_p99{suffix}"] = measures.ttft.p99.value
     if measures.refusal is not None:
         found[f"refusal_p99{suffix}"] = measures.refusal.p99.value
     found[f"failed{suffix}"] = measures.failed
     return found
+
+
+def served_goodput(measures: Measures) -> float:
+    """Of what the window saw completed: goodput counts requests by when they arrived, so while a queue fills up it
+    includes what is served only after the window."""
+    return min(measures.goodput, measures.completion_rate)
 
 
 def _special(verdict: Verdict) -> dict[str, float]:

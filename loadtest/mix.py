@@ -13,6 +13,7 @@ from loadtest.records import Arrival
 from octavo.v1 import generation_pb2
 
 STEPS = (0.6180339887498949, 0.4142135623730950, 0.7320508075688772)  # irrational, and independent of each other
+APART = 1000  # seeds of the prompts of one schedule, which so compress well
 PREFIXES = 16  # different shared prefixes
 WORDS = (
     *("time", "year", "people", "way", "day", "man", "thing", "woman", "life", "child", "world", "school", "state"),
@@ -101,18 +102,18 @@ def deal(times: Sequence[float], mix: dict[str, RequestClass], seed: int, words:
     """Gives each arrival a class, lengths and a seed of its prompt; the last from `words` as well. Classes and lengths
     follow sequences of low discrepancy: any stretch of arrivals has nearly the mix's own shares and mean lengths:
     levels differ in rate and not in work."""
-    generator, prompts_of = random.Random(seed), random.Random(f"{seed}/{words}")
+    generator, first = random.Random(seed), random.Random(f"{seed}/{words}").getrandbits(48)
     kinds, prompts, outputs = (_spread(generator, step) for step in STEPS)
     total = sum(kind.weight for kind in mix.values())
     bounds = list(itertools.accumulate(kind.weight / total for kind in mix.values()))
     names = list(mix)
     arrivals = []
-    for at in times:
+    for index, at in enumerate(times):
         mark = next(kinds)
         name = names[min(len(names) - 1, sum(bound <= mark for bound in bounds))]
         prompt, output = _length(mix[name].prompt, next(prompts)), _length(mix[name].output, next(outputs))
         arrivals.append(
-            Arrival(at=at, kind=name, seed=prompts_of.getrandbits(48), prompt_tokens=prompt, output_tokens=output)
+            Arrival(at=round(at, 6), kind=name, seed=first + index * APART, prompt_tokens=prompt, output_tokens=output)
         )
     return arrivals
 

@@ -126,7 +126,9 @@ def test_levels_of_one_seed_have_the_same_arrivals_stretched_in_time_and_no_word
 
     slow, fast = window(5.0, 1), window(10.0, 2)
     assert len(slow) == len(fast) == 100
-    assert [2 * (arrival.at - 4.0) for arrival in fast] == pytest.approx([arrival.at - 4.0 for arrival in slow])
+    assert [2 * (arrival.at - 4.0) for arrival in fast] == pytest.approx(
+        [arrival.at - 4.0 for arrival in slow], abs=1e-5
+    )
 
     def work(level: list[Arrival]) -> list[tuple[str, int, int]]:
         return [(arrival.kind, arrival.prompt_tokens, arrival.output_tokens) for arrival in level]

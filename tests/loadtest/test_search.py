@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,11 +16,11 @@ from loadtest import classify
 from loadtest.classify import grade
 from loadtest.drive import ServiceDriver, setups
 from loadtest.fleet import Fleet
-from loadtest.judge import bracket, in_order, judge_levels, knee_of
+from loadtest.judge import bracket, in_order, judge_levels, knee_of, measures_of
 from loadtest.measure import LevelRows
 from loadtest.mix import SHORT
 from loadtest.plan import LevelPlan
-from loadtest.records import ArrivalProcess, Interval, LevelClass, Phase, RunKind, Verdict
+from loadtest.records import ArrivalProcess, Interval, LevelClass, Limits, Phase, RunKind, Verdict
 from loadtest.result import Result
 from loadtest.search import Search, SearchError, Settings, bend
 from tests.loadtest.known_server import Behaviour
@@ -82,6 +84,19 @@ async def test_a_whole_map_is_judged_again_from_its_rows_alone(tmp_path: Path) -
         assert level.concurrency or len(result.schedule(level)) == round(
             level.rate * (level.window_start - level.start)  # type: ignore[operator]
         ) + round(level.rate * (level.window_end - level.window_start))  # type: ignore[operator]
+
+
+def test_goodput_is_of_what_was_served() -> None:
+    """A queue that fills up takes in more than is served in the window."""
+    part = asyncio.run(SteppingServer(queue=200).run(LevelPlan(phase=Phase.BEYOND, rate=60.0, multiple=1.5, **FILLING)))
+    verdict = grade([part], Limits(ttft=30.0, tpot=1.0))
+    assert verdict.measures.goodput > 1.2 * verdict.measures.completion_rate
+    measures = measures_of([verdict], [verdict], None)
+    assert measures["peak_goodput"] == verdict.measures.completion_rate
+    assert measures["goodput_share_at_1.5"] == 1.0
+
+
+FILLING: dict[str, Any] = {"warm_up": 1.0, "window": 8.0, "drain_limit": 30.0, "seed": 1}
 
 
 async def test_without_a_bounded_queue_an_overload_grows() -> None:
