@@ -94,10 +94,10 @@ def map_service(
 ) -> None:
     """Finds the knee, goes beyond it, and comes back. Ctrl-C keeps what was measured."""
     settings = Settings(
-        calibrate=min(8.0, window / 3),
+        calibrate=min(6.0, window / 3),
         warm_up=warm_up,
         window=window,
-        beyond=window,
+        beyond=min(20.0, window),
         process=ArrivalProcess(process),
         cv=cv,
         size=size,

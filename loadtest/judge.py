@@ -87,12 +87,14 @@ def summarize(
 def knee_of(sweep: Sequence[Verdict]) -> Interval | None:
     """Its low end is what the highest rate that keeps up surely served: 98 % of it, since that is what keeping up
     promises, less two standard deviations of the number in flight, which is by how much completions may have been
-    counted into the window by luck."""
+    counted into the window by luck. Its high end is the lowest rate that does not keep up, and as much more as there
+    may have been counted out of the window."""
     found = bracket(sweep, lambda verdict: verdict.level_class is LevelClass.KEEPS_UP)
     if found.low is None:
         return None
-    measures = next(verdict.measures for verdict in sweep if verdict.rate == found.low)
-    return _interval(found, KEEPS_UP - luck(measures))
+    known = {verdict.rate: verdict.measures for verdict in sweep}
+    high = None if found.high is None else found.high * (1 + luck(known[found.high]))
+    return _interval(Bracket(found.low, high), KEEPS_UP - luck(known[found.low]))
 
 
 def _interval(found: Bracket, share: float) -> Interval | None:

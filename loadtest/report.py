@@ -253,9 +253,10 @@ def method(run: Run) -> list[str]:
         "and the third: gaps, classes and lengths, never words, which a prefix cache would know. Levels then differ in "
         "their rate alone.",
         f"A window has at least {Settings.completions} arrivals and {SLOWEST:g} times the p95 of end-to-end times at "
-        f"the next lower rate, a warm-up {SETTLING:g} times that, as far as {seconds(Settings.most_window)} go: a "
-        "schedule is written down before its level begins, so a warm-up does not wait until the number in flight "
-        "stands still; one that was too short shows as a rising number, and the level as one that does not keep up.",
+        f"the next lower rate, a warm-up {SETTLING:g} times that, as far as {seconds(Settings.most_window)} go; beyond "
+        "the knee windows are shorter, so that all of it takes a quarter of an hour. A schedule is written down before "
+        "its level begins, so a warm-up does not wait until the number in flight stands still; one that was too short "
+        "shows as a rising number, and the level as one that does not keep up.",
         "TTFT: to the first message with a token. TPOT: mean time of the tokens after the first, for each request. "
         "ITL: single gaps. Percentiles are of all requests of a group (nearest rank); requests still running when a "
         "level was cut off count as lower bounds, and a percentile that they reach is printed as “≥”.",
@@ -273,7 +274,7 @@ def method(run: Run) -> list[str]:
         "service's own word that it died, or no service.",
         f"The knee is an interval: from {share(classify.KEEPS_UP)} of the highest rate that keeps up, less what its "
         "completions may owe to luck (two standard deviations of the number in flight), to the lowest rate that does "
-        f"not. The limits' interval: from {share(SLO_SHARE)} of the highest rate at which goodput was at least so much "
+        f"not, and as much more. The limits' interval: from {share(SLO_SHARE)} of the highest rate at which goodput was at least so much "
         "of what was offered, to the lowest at which it was not.",
         f"A level is voided when the client was the bottleneck: sends later than {seconds(classify.LATENESS)} (p99) "
         f"or {share(classify.LATENESS_SHARE)} of the mean gap, whichever is more; a client process above "

@@ -49,7 +49,7 @@ class Settings:
     window: float = 30.0
     beyond: float = 20.0
     drain_limit: float = 30.0
-    ladder: tuple[float, ...] = (0.2, 0.35, 0.6, 0.85, 1.05, 1.3)
+    ladder: tuple[float, ...] = (0.2, 0.35, 0.6, 0.85, 1.0, 1.15, 1.3)
     knee_width: float = 0.05
     width: float = 0.029
     repeats: int = 3

@@ -28,7 +28,7 @@ from tests.loadtest.playing import IDS, known_service
 from tests.loadtest.simulated import SteppingServer
 from tests.loadtest.synthetic import LIMITS, run_record, synthetic_map
 
-SETTINGS = Settings(calibrate=4.0, warm_up=4.0, window=10.0, beyond=5.0)
+SETTINGS = Settings(calibrate=4.0, warm_up=4.0, window=15.0, beyond=5.0)
 
 
 def stepping(queue: int = 1_000_000) -> SteppingServer:
@@ -228,6 +228,7 @@ async def knee_of_real_server(folder: Path) -> Interval:
         window=2.5,
         ladder=(0.5, 1.6),
         repeats=1,
+        completions=0,
         width=0.8,
         knee_width=1.5,
     )
