@@ -274,8 +274,8 @@ def method(run: Run) -> list[str]:
         "service's own word that it died, or no service.",
         f"The knee is an interval: from {share(classify.KEEPS_UP)} of the highest rate that keeps up, less what its "
         "completions may owe to luck (two standard deviations of the number in flight), to the lowest rate that does "
-        f"not, and as much more. The limits' interval: from {share(SLO_SHARE)} of the highest rate at which goodput was "
-        "at least so much of what was offered, to the lowest at which it was not.",
+        f"not, and as much more. The limits' interval: from {share(SLO_SHARE)} of the highest rate at which goodput "
+        "was at least so much of what was offered, to the lowest at which it was not.",
         f"A level is voided when the client was the bottleneck: sends later than {seconds(classify.LATENESS)} (p99) "
         f"or {share(classify.LATENESS_SHARE)} of the mean gap, whichever is more; a client process above "
         f"{share(classify.CLIENT_CPU)} of a core; requests that the client could not send.",
