@@ -41,6 +41,7 @@ class ProcessEngineClient:
         self._worker = worker
         self._progress = progress or (lambda _: None)
         self.problem = ""  # what ended the engine
+        self._blame = ""
         self._dispatcher = Dispatcher()
         self._info: EngineInfo | None = None
         self._process: asyncio.subprocess.Process | None = None
@@ -68,6 +69,10 @@ class ProcessEngineClient:
     @property
     def pid(self) -> int | None:
         return None if self._process is None else self._process.pid
+
+    def blame(self, cause: str) -> None:
+        """Says why the process is about to be killed, of which its exit code tells nothing."""
+        self._blame = cause
 
     async def start(self) -> EngineInfo:
         endpoint = f"ipc://{self._folder.path}/engine"
@@ -181,7 +186,7 @@ class ProcessEngineClient:
         assert process is not None
         code = await process.wait()
         self._receive()  # frames that had arrived come first
-        self._end(EngineState.FAILED, f"engine process ended with code {code}")
+        self._end(EngineState.FAILED, self._blame or f"engine process ended with code {code}")
         self._resolve(EngineDiedError(f"engine process ended with code {code} while starting"))
 
     def _end(self, state: EngineState, message: str) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from types import TracebackType
 from typing import Any, Self
@@ -19,6 +19,11 @@ from grpc import aio
 from grpc_status import rpc_status
 
 from octavo.v1 import capacity_pb2, capacity_pb2_grpc, generation_pb2, generation_pb2_grpc
+
+WRITE_FAULT = "Internal error from Core"
+STATUS_SECONDS = 1.0
+
+GenerateCall = aio.StreamStreamCall[generation_pb2.GenerateRequest, generation_pb2.GenerateResponse]
 
 RETRY_POLICY = {
     "maxAttempts": 4,
@@ -129,10 +134,13 @@ class Client:
     ) -> None:
         await self.channel.close(None)
 
+    def _open(self) -> GenerateCall:
+        return self._generation.Generate(metadata=self._metadata)  # type: ignore[call-arg]  # no iterator: written by `write`
+
     @asynccontextmanager
     async def session(self) -> AsyncIterator[Session]:
         """One bidirectional stream for any number of concurrent requests. Leaving it cancels what still runs."""
-        session = Session(self._generation.Generate(metadata=self._metadata))  # type: ignore[call-arg]  # no iterator: written by `write`
+        session = Session(self._open)
         try:
             yield session
         finally:
@@ -163,11 +171,9 @@ class Client:
 class Session:
     """A Generate stream. Each request's events come in order to the one who started it."""
 
-    def __init__(
-        self,
-        call: aio.StreamStreamCall[generation_pb2.GenerateRequest, generation_pb2.GenerateResponse],
-    ) -> None:
-        self._call = call
+    def __init__(self, open_call: Callable[[], GenerateCall]) -> None:
+        self._reopen = open_call
+        self._call = open_call()
         self._ids = itertools.count(1)
         self._queues: dict[str, asyncio.Queue[generation_pb2.GenerationEvent | GenerationError]] = {}
         self._ended: GenerationError | None = None
@@ -238,7 +244,7 @@ class Session:
                 for event in response.events:
                     self._deliver(event)
         except aio.AioRpcError as rpc_error:
-            error = GenerationError.from_rpc(rpc_error)
+            error = GenerationError.from_rpc(await refusal_behind(rpc_error, self._reopen))
         finally:
             self._end(error)
 
@@ -253,6 +259,24 @@ class Session:
         self._ended = error
         for queue in self._queues.values():
             queue.put_nowait(error)
+
+
+async def refusal_behind(error: aio.AioRpcError, reopen: Callable[[], GenerateCall]) -> aio.AioRpcError:
+    """What the server said where gRPC (1.84) hides it: a write that meets the end of its call, as where a token is
+    refused at once, becomes a fault of gRPC's own. The same call without a write tells."""
+    if error.code() is not grpc.StatusCode.INTERNAL or not (error.details() or "").startswith(WRITE_FAULT):
+        return error
+    call = reopen()
+    try:
+        async with asyncio.timeout(STATUS_SECONDS):
+            await call.read()
+    except aio.AioRpcError as refusal:
+        return refusal
+    except TimeoutError:
+        pass
+    finally:
+        call.cancel()
+    return error
 
 
 def _code(value: int) -> grpc.StatusCode:

@@ -214,7 +214,7 @@ def no_token(*, missing: bool) -> Failure:
 
 
 def not_allowed(caller: str, right: str) -> Failure:
-    problem = f"the token of {caller!r} does not allow {right!r}"
+    problem = f"the token of {caller!r} does not allow {str(right)!r}"
     return Failure(grpc.StatusCode.PERMISSION_DENIED, "RIGHT_MISSING", problem, metadata={"right": right})
 
 

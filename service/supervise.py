@@ -46,6 +46,13 @@ def kill_process(engine: EngineClient) -> None:
             os.kill(pid, signal.SIGKILL)
 
 
+def blame(engine: EngineClient, cause: str) -> None:
+    """Tells an engine that can tell others why it is about to be killed."""
+    tell = getattr(engine, "blame", None)
+    if tell is not None:
+        tell(cause)
+
+
 def cause_of_death(engine: EngineClient) -> str:
     """What an engine that can tell says of its end; empty of one that cannot."""
     return getattr(engine, "problem", "")
@@ -198,6 +205,7 @@ class SupervisedEngine:
             if suspect and suspected:
                 extra = {"instance_id": self.info.instance_id, "seconds": round(self._seconds_without_progress, 3)}
                 LOGGER.error("engine hangs; killing it", extra=extra)
+                blame(self._engine, f"it made no progress for {self._seconds_without_progress:.1f} s and was ended")
                 self._kill(self._engine)
                 await asyncio.sleep(hang_timeout)
             # Only the second time counts: this loop itself may have been held up, and the engine's word not yet read.

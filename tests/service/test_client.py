@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import aclosing
+from typing import Any
 
 import grpc
 import pytest
+from grpc import aio
 
 from engine import EngineState
 from octavo.v1 import generation_pb2 as pb
-from service.client import Client, GenerationError, chat_request, prompt_request
+from service.client import Client, GenerationError, chat_request, prompt_request, refusal_behind
 from tests.service.fake_engine import Script
 from tests.service.server import Running, until
 
@@ -99,3 +101,36 @@ async def test_cancel_acknowledge_and_capacity(served: Running) -> None:
         assert (await client.capacity()).accepting
         async with aclosing(client.watch_capacity()) as watch:  # type: ignore[type-var]
             assert (await anext(watch)).instance_id == "fake-1"
+
+
+class Refused:
+    """A call without a write, as the server ends it."""
+
+    def __init__(self, error: aio.AioRpcError | None) -> None:
+        self._error = error
+        self.cancelled = False
+
+    async def read(self) -> None:
+        if self._error is not None:
+            raise self._error
+        await asyncio.sleep(3600)
+
+    def cancel(self) -> None:
+        self.cancelled = True
+
+
+def rpc_error(code: grpc.StatusCode, details: str) -> aio.AioRpcError:
+    return aio.AioRpcError(code, aio.Metadata(), aio.Metadata(), details, None)
+
+
+async def test_a_refusal_that_a_write_hid_is_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """gRPC reports a fault of its own where a stream is refused before its first message was written."""
+    monkeypatch.setattr("service.client.STATUS_SECONDS", 0.05)
+    hidden = rpc_error(grpc.StatusCode.INTERNAL, "Internal error from Core")
+    refusal = rpc_error(grpc.StatusCode.UNAUTHENTICATED, "this bearer token is not known")
+    for behind, told in ((refusal, refusal), (None, hidden)):
+        call: Any = Refused(behind)
+        assert await refusal_behind(hidden, lambda: call) is told  # noqa: B023
+        assert call.cancelled
+    own = rpc_error(grpc.StatusCode.INTERNAL, "non-finite logits")
+    assert await refusal_behind(own, lambda: pytest.fail("asked again")) is own

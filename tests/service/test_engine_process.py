@@ -119,7 +119,9 @@ async def test_step_that_hangs_is_noticed_while_the_process_lives() -> None:
     async with serving(**RESTARTING) as (_, client, health):
         task = asyncio.create_task(failure(client, "hang"))
         await health.until(NOT_SERVING, 3.0 + SOON)
-        assert (await asyncio.wait_for(task, 3.0 + SOON)).reason == "ENGINE_DIED"
+        error = await asyncio.wait_for(task, 3.0 + SOON)
+        assert error.reason == "ENGINE_DIED"
+        assert error.message.startswith("the engine died: it made no progress for ")
         await health.until(SERVING, 20)
         assert await text(client, "x") == "abcde"
 

@@ -327,4 +327,5 @@ async def test_the_prefix_cache_is_shown_to_those_with_both_rights_only(tmp_path
             await watch(ALICE).read()
         status = calls.error_status(error.value)
         assert (status.code, status.reason) == (grpc.StatusCode.PERMISSION_DENIED, "RIGHT_MISSING")
+        assert status.message == "the token of 'alice' does not allow 'admin'"
         assert (await watch(router).read()).snapshot_end
