@@ -119,6 +119,7 @@ class StepLoop:
             last_step_seconds=self._last_step_seconds,
             queue_delay_seconds=scheduler.queue_delay,
             integrity_errors=self._integrity_errors,
+            least_priority=scheduler.least_priority,
         )
 
     def _check_drained(self) -> None:

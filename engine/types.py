@@ -171,6 +171,7 @@ class FailureKind(enum.StrEnum):
     GRAMMAR_INVALID = "grammar_invalid"
     QUEUE_FULL = "queue_full"
     DEADLINE_UNATTAINABLE = "deadline_unattainable"
+    SHED = "shed"
     EXPIRED_IN_QUEUE = "expired_in_queue"
     DEADLINE_EXCEEDED = "deadline_exceeded"
     DRAINING = "draining"
@@ -221,7 +222,8 @@ class EngineStats(msgspec.Struct, frozen=True):
     heartbeat, progressed: `time.monotonic()` seconds of the engine's newest sign of life, and of when its work last
     advanced by a step or a part of one, which is the same while there is no work. A loop that goes round without
     getting anywhere has a heartbeat and no progress. queue_delay_seconds: what a request that comes now waits for its
-    turn, estimated a few times a second.
+    turn, estimated a few times a second. least_priority: of those that wait and would give way to a higher one; 0 if
+    none would.
     """
 
     step: int = 0
@@ -244,6 +246,7 @@ class EngineStats(msgspec.Struct, frozen=True):
     last_step_seconds: float = 0.0
     queue_delay_seconds: float = 0.0
     integrity_errors: int = 0
+    least_priority: int = 0
 
 
 class BlockStored(msgspec.Struct, frozen=True, tag="stored"):

@@ -29,13 +29,17 @@ class Admission:
     def __init__(self, replica: Replica) -> None:
         self._replica = replica
 
-    def refusal(self) -> Failure | None:
-        """Why no request is taken now, whatever it is."""
-        return self._unavailable() or self._full()
+    def refusal(self, priority: int) -> Failure | None:
+        """Why no request of this priority is taken now, whatever else it is."""
+        return self._unavailable() or self._full(priority)
 
     def check_prompt(self, generation: Generation, prompt_tokens: int, deadline: float | None) -> None:
         """Once the prompt's length is known. deadline: `time.monotonic()` seconds for its turn."""
-        failure = self._unavailable() or self._queue_without_room(prompt_tokens) or self._too_late(deadline)
+        failure = (
+            self._unavailable()
+            or self._queue_without_room(generation.priority, prompt_tokens)
+            or self._too_late(deadline)
+        )
         if failure is not None:
             raise RequestRefusedError(failure)
 
@@ -61,10 +65,16 @@ class Admission:
             case _:
                 return engine_died(self._replica.info.instance_id, self._replica.problem)
 
-    def _full(self) -> Failure | None:
+    def _makes_room(self, priority: int) -> bool:
+        """Whether somebody who waits would give way to it; the engine has the last word on that."""
+        return priority > self._replica.engine.stats.least_priority < 0
+
+    def _full(self, priority: int) -> Failure | None:
         """Refuses without a step, which may take longer than a client should wait for a no. The engine's queue
         is as its newest frame has it."""
         info, live, queued = self._replica.info, len(self._replica.live), self._replica.engine.stats.queued_requests
+        if self._makes_room(priority):
+            return None
         if live >= info.max_num_seqs + info.max_queued_requests:
             problem = f"{live} requests are live; {info.max_num_seqs} may run and {info.max_queued_requests} wait"
             return queue_full(problem, self.retry_after())
@@ -73,9 +83,9 @@ class Admission:
             return queue_full(problem, self.retry_after())
         return None
 
-    def _queue_without_room(self, prompt_tokens: int) -> Failure | None:
+    def _queue_without_room(self, priority: int, prompt_tokens: int) -> Failure | None:
         info, stats = self._replica.info, self._replica.engine.stats
-        if not stats.queued_requests:
+        if not stats.queued_requests or self._makes_room(priority):
             return None
         if stats.queued_prompt_tokens + prompt_tokens <= info.max_queued_tokens:
             return None

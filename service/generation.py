@@ -57,7 +57,7 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
 
     async def _refuse_when_full(self, start: generation_pb2.StartGeneration, context: Context) -> None:
         """Ends a call of one request at once, if no request is taken."""
-        refusal = self._intake.refusal()
+        refusal = self._intake.refusal(start.scheduling.priority)
         if refusal is not None:
             self._intake.note_refused(start.request_id, refusal, time.monotonic())
             self._reports.attach(context)
@@ -214,7 +214,7 @@ class StreamCall:
             self._stream.fail(duplicate_request_id(start.request_id))
             return
         stream = self._stream
-        refusal = self._intake.refusal()
+        refusal = self._intake.refusal(start.scheduling.priority)
         if refusal is not None and stream.fails_with_first:
             self._intake.note_refused(start.request_id, refusal, arrival)
             stream.fail(refusal)

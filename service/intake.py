@@ -29,10 +29,10 @@ class Intake:
         self._replica = replica
         self._admission = Admission(replica)
 
-    def refusal(self) -> Failure | None:
-        """Why this caller's requests are not taken now, whatever they are. Asked before anything of a request is looked
-        at: under overload most are refused, and those that are not wait for it."""
-        return self._replica.quotas.refusal(CALLER.get()) or self._admission.refusal()
+    def refusal(self, priority: int) -> Failure | None:
+        """Why this caller's requests of this priority are not taken now, whatever else they are. Asked before a request
+        is looked at: under overload most are refused, and the others wait meanwhile."""
+        return self._replica.quotas.refusal(CALLER.get()) or self._admission.refusal(priority)
 
     def note_refused(self, request_id: str, failure: Failure, arrival: float) -> None:
         """Tells metrics, log and traces of a request that was refused with its whole RPC and has no output."""

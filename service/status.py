@@ -127,6 +127,10 @@ def queue_full(problem: str, retry_after: float) -> Failure:
     )
 
 
+def shed(problem: str, retry_after: float) -> Failure:
+    return replace(queue_full(problem, retry_after), reason="SHED")
+
+
 def deadline_unattainable(problem: str, numbers: Mapping[str, str]) -> Failure:
     """`numbers`: estimated_ms, until the first token."""
     return Failure(
@@ -256,6 +260,8 @@ def _from_kind(event: RequestFailed, instance_id: str, grammar: Grammar | None) 
             return grammar_invalid(path if grammar is None else f"{path}.{grammar.kind}", event.message)
         case FailureKind.QUEUE_FULL:
             return queue_full(event.message, float(event.details.get("retry_after", "1")))
+        case FailureKind.SHED:
+            return shed(event.message, float(event.details.get("retry_after", "1")))
         case FailureKind.DEADLINE_UNATTAINABLE:
             return deadline_unattainable(event.message, event.details)
         case FailureKind.EXPIRED_IN_QUEUE:

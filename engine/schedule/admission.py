@@ -47,9 +47,18 @@ def refusal(
         return RequestFailed(name, FailureKind.PROMPT_TOO_LONG, message, field="prompt", details=details)
     if queued >= limits.max_queued_requests or queued_tokens + prompt > limits.max_queued_tokens:
         message = f"queue is full: {queued} requests, {queued_tokens} prompt tokens wait"
-        retry_after = min(_MOST_RETRY_SECONDS, max(_LEAST_RETRY_SECONDS, queue_delay))
-        return RequestFailed(name, FailureKind.QUEUE_FULL, message, details={"retry_after": f"{retry_after:.3f}"})
+        return RequestFailed(name, FailureKind.QUEUE_FULL, message, details=_retry_after(queue_delay))
     return None
+
+
+def shed(request_id: str, queue_delay: float) -> RequestFailed:
+    """Of a request that waited and gave way to one of a higher priority."""
+    message = "the queue is full, and a request of a higher priority came"
+    return RequestFailed(request_id, FailureKind.SHED, message, details=_retry_after(queue_delay))
+
+
+def _retry_after(queue_delay: float) -> dict[str, str]:
+    return {"retry_after": f"{min(_MOST_RETRY_SECONDS, max(_LEAST_RETRY_SECONDS, queue_delay)):.3f}"}
 
 
 def too_late(request_id: str, estimated: float, left: float) -> RequestFailed:

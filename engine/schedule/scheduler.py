@@ -11,7 +11,7 @@ import bisect
 from itertools import repeat
 
 from engine.errors import EngineError
-from engine.schedule.admission import SchedulerLimits, refusal, too_late
+from engine.schedule.admission import SchedulerLimits, refusal, shed, too_late
 from engine.schedule.composition import Composition, MixedSteps, Wanted
 from engine.schedule.counters import Counters
 from engine.schedule.deadlines import Deadlines
@@ -24,6 +24,7 @@ from engine.schedule.policy import Policy, PriorityWithAgeing
 from engine.schedule.queue_delay import Need, Pace, queue_delay
 from engine.schedule.residency import Residency
 from engine.schedule.sequence import Constraint, Phase, RequestGroup, Sequence
+from engine.schedule.shedding import giving_way
 from engine.schedule.waiting_queue import WaitingQueue
 from engine.types import (
     Admitted,
@@ -85,16 +86,31 @@ class Scheduler:
         live = request.request_id in self._live
         position = self.num_queued_requests
         refused = refusal(request, self.limits, live, position, self._waiting.prompt_tokens, self.queue_delay)
-        refused = refused or self._too_late(request, now)
+        full = refused is not None and refused.kind is FailureKind.QUEUE_FULL
+        giving = self._giving_way(request) if full else []
+        refused = (None if giving else refused) or self._too_late(request, now)
         if refused is not None:
             self._events.append(refused)
             return
+        for other in giving:
+            self._drop_group(other)
+            self._events.append(shed(other.request_id, self.queue_delay))
+        position -= len(giving)
         group = self._live.add(request, now, constraint)
         self._deadlines.add(group)
         for sequence in group.sequences:
             self._waiting.add(sequence)
         self.counters.prompt_tokens += len(request.prompt_token_ids)
         self._events.append(Admitted(request.request_id, len(request.prompt_token_ids), position))
+
+    def _giving_way(self, request: GenerationRequest) -> list[RequestGroup]:
+        """Those who make room for a request in a queue that is full."""
+        limits, own = self.limits, len(request.prompt_token_ids)
+        if own > limits.max_queued_tokens:
+            return []
+        requests = self.num_queued_requests + 1 - limits.max_queued_requests
+        tokens = self._waiting.prompt_tokens + own - limits.max_queued_tokens
+        return giving_way(self._waiting, request.priority, requests, tokens)
 
     def _too_late(self, request: GenerationRequest, now: float) -> RequestFailed | None:
         """Refuses what cannot have a token by its deadline: after the prompts that run, or its turn, comes its own."""
@@ -272,6 +288,10 @@ class Scheduler:
     @property
     def num_queued_requests(self) -> int:
         return self.num_requests - self.num_running_requests
+
+    @property
+    def least_priority(self) -> int:
+        return self._waiting.least_priority
 
     @property
     def queued_prompt_tokens(self) -> int:

@@ -8,6 +8,7 @@ from itertools import islice
 
 from engine.schedule.policy import Policy
 from engine.schedule.sequence import Sequence
+from engine.schedule.shedding import may_give_way
 
 
 class WaitingQueue:
@@ -16,6 +17,7 @@ class WaitingQueue:
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
         self._sequences: list[Sequence] = []
+        self._low: dict[int, int] = {}  # priorities of those that may give way
         self.prompt_tokens = 0
 
     def __iter__(self) -> Iterator[Sequence]:
@@ -30,7 +32,15 @@ class WaitingQueue:
     def add(self, sequence: Sequence) -> None:
         bisect.insort(self._sequences, sequence, key=self._policy.key)
         self.prompt_tokens += sequence.num_prompt
+        if may_give_way(sequence.group):
+            self._low[id(sequence)] = sequence.group.request.priority
 
     def remove(self, sequence: Sequence) -> None:
         self._sequences.remove(sequence)
         self.prompt_tokens -= sequence.num_prompt
+        self._low.pop(id(sequence), None)
+
+    @property
+    def least_priority(self) -> int:
+        """Of those that may give way; 0 if there are none."""
+        return min(self._low.values(), default=0)

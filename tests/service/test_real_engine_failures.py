@@ -158,3 +158,29 @@ async def test_prompts_that_cannot_fit_are_refused_with_the_numbers(tiny: Path) 
         error = await failure(client, start([5] * 64, 4))
         assert (error.code, error.reason) == (grpc.StatusCode.INVALID_ARGUMENT, "PROMPT_TOO_LONG")
         assert "64 tokens; at most 63 fit" in error.message
+
+
+async def test_low_priority_gives_way_in_a_full_queue(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow_down(monkeypatch)
+    async with (
+        serving(tiny, max_num_seqs=1, max_queued_requests=1) as (engine, server),
+        aio.insecure_channel(server.address) as channel,
+    ):
+        stub: Any = generation_pb2_grpc.GenerationServiceStub(channel)  # no retries
+
+        async def unary(message: pb.StartGeneration, priority: int) -> pb.GenerateUnaryResponse:
+            message.scheduling.priority = priority
+            answer: pb.GenerateUnaryResponse = await stub.GenerateUnary(pb.GenerateUnaryRequest(start=message))
+            return answer
+
+        running = asyncio.create_task(unary(start([3, 4], 40), 0))
+        await until(lambda: engine.stats.running_requests == 1)
+        low = asyncio.create_task(unary(start([3, 5], 2), -1))
+        await until(lambda: engine.stats.queued_requests == 1)
+        high = asyncio.create_task(unary(start([3, 6], 2), 0))
+        with pytest.raises(aio.AioRpcError) as error:
+            await low
+        status = error_status(error.value)
+        assert (status.code, status.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "SHED")
+        assert status.pushback_ms == round(status.retry_seconds * 1000) > 0
+        assert [(await task).usage.completion_tokens for task in (running, high)] == [40, 2]

@@ -740,7 +740,9 @@ class Scheduling(_message.Message):
     TIMEOUT_FIELD_NUMBER: _builtins.int
     QUEUE_TIMEOUT_FIELD_NUMBER: _builtins.int
     priority: _builtins.int
-    """Higher is more important; default 0; below 0 may be shed first."""
+    """Higher is more important; default 0. Below 0: gives way (SHED) while it waits in a full queue and a request of a
+    higher priority comes.
+    """
     @_builtins.property
     def timeout(self) -> _duration_pb2.Duration:
         """Whole-request limit from arrival. The RPC deadline applies too; the earlier wins."""
