@@ -160,7 +160,7 @@ def faults(
     result = guarded(main)
     broken = sum(bool(cell.broken) for cell in result.faults)
     console.print(f"{len(result.faults)} cells, {broken} broken", highlight=False)
-    console.print(f"result: {result.folder}", highlight=False)
+    show_scores(result, result.summary)
     if broken:
         raise typer.Exit(1)
 
@@ -202,7 +202,7 @@ def overhead(
             return await run_overhead(options, seconds, warm_up, progress)
 
     result = guarded(main)
-    console.print(f"result: {result.folder}", highlight=False)
+    show_scores(result, result.summary)
 
 
 @app.command()
@@ -297,6 +297,11 @@ def show(result: Result, summary: Summary) -> None:
         console.print(
             f"within limits up to: {summary.slo.low:.4g} to {summary.slo.high:.4g} requests/s", highlight=False
         )
+    show_scores(result, summary)
+
+
+def show_scores(result: Result, summary: Summary) -> None:
+    """Hypotheses, notes, and where it all lies."""
     texts = {hypothesis.id: hypothesis for hypothesis in result.run.hypotheses}
     for score in summary.scores:
         mark = {True: "[green]holds[/green]", False: "[red]broken[/red]", None: "[yellow]not measured[/yellow]"}

@@ -13,7 +13,18 @@ from loadtest.judge import judge_levels, summarize
 from loadtest.measure import LevelRows, by_level
 from loadtest.mix import mix_of
 from loadtest.progress import RunProgress
-from loadtest.records import ArrivalProcess, Hypothesis, Limits, Run, RunKind, Summary, TelemetryRow, Verdict
+from loadtest.records import (
+    ArrivalProcess,
+    Hypothesis,
+    LevelClass,
+    Limits,
+    Regime,
+    Run,
+    RunKind,
+    Summary,
+    TelemetryRow,
+    Verdict,
+)
 from loadtest.result import Result
 from loadtest.search import Search, SearchError, Settings
 from loadtest.session import Record, SessionOptions, machine_of, session, until_interrupted
@@ -126,6 +137,28 @@ def judge(
         before = result.summary
         complete, notes = before.complete, before.notes
         extra = {"minutes": before.measures["minutes"]} if "minutes" in before.measures else {}
-    summary = summarize(run, verdicts, complete=complete, notes=notes or (), extra=extra or {})
+    extra = {**(extra or {}), **special_measures(result)}
+    summary = summarize(run, verdicts, complete=complete, notes=notes or (), extra=extra)
     result.write_judgement(verdicts, summary)
     return summary
+
+
+def special_measures(result: Result) -> dict[str, float]:
+    """What hypotheses of fault matrices and of overhead speak of."""
+    if result.run.kind is RunKind.FAULTS:
+        cells = result.faults
+        return {
+            "cells_broken": sum(bool(cell.broken) for cell in cells),
+            "cells_hung": sum(cell.level_class is LevelClass.HUNG for cell in cells),
+        }
+    rows = result.overhead if result.run.kind is RunKind.OVERHEAD else []
+    keeping = [row for row in rows if row.regime is Regime.KEEP_UP]
+    best = max((row.consumed for row in rows if row.regime is Regime.SATURATED), default=0.0)
+    if not keeping or not best:
+        return {}
+    return {
+        "counts_differ": sum(not row.counts_match for row in rows),
+        "kept_up_share": max(row.consumed for row in keeping) / best,
+        "lag_drift": max(row.lag_drift for row in keeping),
+        "frontend_us": max(row.frontend_us_per_token for row in rows if row.regime is not Regime.DRAINING),
+    }

@@ -22,10 +22,20 @@ from loadtest.measure import LevelRows, distribution, measure
 from loadtest.mix import mix_of
 from loadtest.plan import LevelPlan
 from loadtest.progress import RunProgress
-from loadtest.records import FaultCell, Fingerprint, LevelClass, Limits, Outcome, Phase, RequestRow, RunKind
+from loadtest.records import (
+    FaultCell,
+    Fingerprint,
+    Hypothesis,
+    LevelClass,
+    Limits,
+    Outcome,
+    Phase,
+    RequestRow,
+    RunKind,
+)
 from loadtest.result import Result
 from loadtest.session import Record, SessionOptions, machine_of, session, until_interrupted
-from loadtest.target import TargetError, until_recovered
+from loadtest.target import RECOVERED, TargetError, until_recovered, until_served
 from octavo.v1 import capacity_pb2, capacity_pb2_grpc
 
 CALIBRATE_SECONDS = 6.0
@@ -33,8 +43,13 @@ CALIBRATE_CONCURRENCY = 8
 LOAD = 0.4  # of the closed loop's rate
 WARM_UP = 2.0
 DRAIN_LIMIT = 30.0
-FIRST_TOKEN = 1.2  # `until_recovered` allows so much over what it is given
 EMPTY_SECONDS = 3.0
+ITSELF_SECONDS = 5.0  # after the last request
+ITSELF = f"a probe is as fast as before, {ITSELF_SECONDS:g} s after it all"
+HYPOTHESES = (
+    Hypothesis(id="holds", text="All that has to hold does", measure="cells_broken", relation="==", bound=0.0),
+    Hypothesis(id="no-hang", text="Nothing hangs", measure="cells_hung", relation="==", bound=0.0),
+)
 
 
 class NoSuchFaultError(Exception):
@@ -89,13 +104,13 @@ class Matrix:
         return max(0.5, float(f"{LOAD * done / part.seconds:.3g}"))
 
     async def recovery(self, scene: Scene, driver: ServiceDriver, fault: Fault) -> float | None:
-        """Seconds from the fault until a probe's first token came within the limit."""
+        """Seconds from the fault until a probe's first token came within the limit, with the load still there."""
         await scene.happened.wait()
         if fault.recovers is None or scene.at is None:
             return None
-        floor = self.options.limits.ttft / FIRST_TOKEN
         limit = scene.at + 2 * fault.recovers
-        return await until_recovered(driver.address, driver.vocabulary[:16], floor, scene.at, limit)
+        ttft = self.options.limits.ttft
+        return await until_served(driver.address, driver.vocabulary[:16], ttft, scene.at, limit)
 
     def plan(self, phase: Phase, **more: Any) -> LevelPlan:
         return LevelPlan(
@@ -117,7 +132,7 @@ async def run_faults(
     if unknown:
         raise NoSuchFaultError(f"no fault {min(unknown)!r}; there are {', '.join(fault.name for fault in FAULTS)}")
     faults = [fault for fault in FAULTS if not names or fault.name in names]
-    record = Record(options, RunKind.FAULTS)
+    record = Record(options, RunKind.FAULTS, HYPOTHESES)
     matrix = Matrix(options, record, await machine_of(), seconds, progress, rate)
     notes: list[str] = []
     try:
@@ -148,7 +163,17 @@ async def after(fault: Fault, scene: Scene, driver: ServiceDriver, recovery: flo
         found[f"a probe is served within {fault.recovers:g} s"] = wrong
     if not found["the service lives"]:
         found["nothing is held when all is over"] = await held(driver.address)
+        found[ITSELF] = await slower(driver)
     return found
+
+
+async def slower(driver: ServiceDriver) -> str:
+    """What is wrong with a service that nobody asks anything any more; empty if it is as fast as at first."""
+    if driver.floor is None:
+        return "its probes were refused before it all"
+    now = time.monotonic()
+    back = await until_recovered(driver.address, driver.vocabulary[:16], driver.floor, now, now + ITSELF_SECONDS)
+    return "" if back is not None else f"no first token within {RECOVERED:g} of {driver.floor * 1e3:.1f} ms"
 
 
 async def held(address: str) -> str:

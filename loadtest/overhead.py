@@ -17,7 +17,7 @@ from loadtest.measure import LevelRows
 from loadtest.mix import Form, RequestClass
 from loadtest.plan import LevelPlan
 from loadtest.progress import RunProgress
-from loadtest.records import Outcome, OverheadRow, Phase, Regime, RunKind
+from loadtest.records import Hypothesis, Outcome, OverheadRow, Phase, Regime, RunKind
 from loadtest.result import Result
 from loadtest.session import Record, SessionOptions, machine_of, session, until_interrupted
 from loadtest.telemetry import scrape
@@ -28,6 +28,15 @@ MIX = {"short": RequestClass(Form.TOKENS, (PROMPT, PROMPT), (OUTPUT, OUTPUT))}
 SHARES = (0.25, 0.5, 0.75, 0.9, 1.1, 1.5)
 CONCURRENCY = 128  # of the calibration
 KEEPS_UP = 0.98
+HYPOTHESES = tuple(
+    Hypothesis(id=name, text=text, measure=measure, relation=relation, bound=bound)
+    for name, text, measure, relation, bound in (
+        ("counts", "Every token that was asked for comes, and is counted once", "counts_differ", "==", 0.0),
+        ("keeps-up", "It keeps up with 0.85 of the most that it serves", "kept_up_share", ">=", 0.85),
+        ("no-drift", "Where it keeps up, first tokens get later by less than 1 ms/s", "lag_drift", "<=", 0.001),
+        ("front-end", "A token costs the front end less than 30 us", "frontend_us", "<=", 30.0),
+    )
+)
 SETTLE = 0.5  # seconds for the service's counters to be told
 
 
@@ -40,7 +49,9 @@ async def run_overhead(options: SessionOptions, seconds: float, warm_up: float, 
             model = await asyncio.to_thread(write_tiny_model, Path(folder) / "tiny")
             flags = ["--model", str(model), "--load-format", "dummy", "--served-model-name", "tiny"]
             options = replace(options, serve_arguments=[*flags, *options.serve_arguments])
-        record = Record(options, RunKind.OVERHEAD, parameters={"prompt_tokens": PROMPT, "output_tokens": OUTPUT})
+        record = Record(
+            options, RunKind.OVERHEAD, HYPOTHESES, parameters={"prompt_tokens": PROMPT, "output_tokens": OUTPUT}
+        )
         async with session(record, machine, MIX, progress) as opened:
             notes: list[str] = []
             rows: list[OverheadRow] = []

@@ -94,10 +94,15 @@ async def probe(channel: aio.Channel, ids: Sequence[int]) -> float | None:
 async def until_recovered(address: str, ids: Sequence[int], floor: float, since: float, limit: float) -> float | None:
     """Seconds from `since` until a probe's first token came within 1.2 of the floor; None if none did until `limit`
     (both by CLOCK_MONOTONIC)."""
+    return await until_served(address, ids, RECOVERED * floor, since, limit)
+
+
+async def until_served(address: str, ids: Sequence[int], ttft: float, since: float, limit: float) -> float | None:
+    """The same for a first token that took at most `ttft`."""
     async with aio.insecure_channel(address, CHANNEL_OPTIONS) as channel:
         while (begin := time.monotonic()) < limit:
             took = await probe(channel, ids)
-            if took is not None and took <= RECOVERED * floor:
+            if took is not None and took <= ttft:
                 return begin + took - since
             await asyncio.sleep(PROBE_PERIOD)
     return None

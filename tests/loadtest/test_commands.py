@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 from loadtest.__main__ import app
 from loadtest.launch import LaunchError, Service
+from loadtest.matrix import ITSELF
 from loadtest.records import LevelClass, Outcome, Phase, Regime
 from loadtest.result import Result
 from loadtest.tiny_model import write_tiny_model
@@ -107,8 +108,10 @@ async def test_faults_of_a_real_service(tmp_path: Path) -> None:
     )
     cells = Result.open(out).faults
     assert {cell.fault for cell in cells} == set(names), err
-    assert not [cell for cell in cells if cell.broken], text
-    assert code == 0
+    broken = [wrong for cell in cells for wrong in cell.broken]
+    assert not [wrong for wrong in broken if not wrong.startswith(ITSELF)], text  # how fast it is: the machine's affair
+    assert code == bool(broken)
+    assert Result.open(out).summary.measures["cells_broken"] == sum(bool(cell.broken) for cell in cells)
     by_name = {(cell.fault, cell.kind): cell for cell in cells}
     killed = by_name["engine-killed", "short"]
     assert killed.outcomes.get("ENGINE_STARTING", 0) + killed.outcomes.get("ENGINE_DIED", 0) > 0
@@ -130,6 +133,7 @@ async def test_the_overhead_around_a_tiny_model(tmp_path: Path) -> None:
     assert len({row.level for row in rows}) == 7
     assert all(row.counts_match for row in rows)
     assert {level.phase for level in result.levels} == {Phase.OVERHEAD}
+    assert {score.hypothesis: score.holds for score in result.summary.scores}["counts"] is True
     first = rows[0]
     assert first.regime is Regime.SATURATED
     for figure in (first.frontend_us_per_token, first.engine_us_per_token, first.client_us_per_token, first.per_gb):

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from loadtest.mapping import special_measures
 from loadtest.records import (
     Arrival,
     ArrivalProcess,
@@ -22,6 +23,7 @@ from loadtest.records import (
     group_of,
 )
 from loadtest.result import Result, ResultError
+from tests.loadtest import synthetic_kinds
 
 
 def run_record(schema: int = 1) -> Run:
@@ -152,3 +154,13 @@ def test_another_schema_is_refused(tmp_path: Path, schema: int) -> None:
 def test_a_folder_without_a_run_is_no_result(tmp_path: Path) -> None:
     with pytest.raises(ResultError, match=r"run\.json"):
         Result.open(tmp_path)
+
+
+def test_what_hypotheses_of_faults_and_overhead_speak_of_is_of_their_rows(tmp_path: Path) -> None:
+    assert special_measures(synthetic_kinds.faults(tmp_path / "faults")) == {"cells_broken": 3, "cells_hung": 3}
+    assert special_measures(synthetic_kinds.overhead(tmp_path / "overhead")) == {
+        "counts_differ": 0,
+        "kept_up_share": pytest.approx(10 / 14),
+        "lag_drift": 0.01,
+        "frontend_us": 40.0,
+    }
