@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from loadtest.classify import LITTLE
+from loadtest.judge import served_goodput
 from loadtest.plots import axes
 from loadtest.plots.figure import Axis, Figure, Format, Panel, Rule, Series
 from loadtest.quantity import interval, number, share
@@ -26,10 +27,11 @@ def offered_and_completed(reading: Reading) -> Figure | None:
         classes=axes.classes(sweep),
         labels=labels,
     )
+    good_rates = [served_goodput(verdict.measures) for verdict in sweep]
     good = Series(
         name="goodput (within limits)",
         x=x,
-        y=[verdict.measures.goodput for verdict in sweep],
+        y=good_rates,
         colour="green",
         dashed=True,
         marks=False,
@@ -57,9 +59,9 @@ def offered_and_completed(reading: Reading) -> Figure | None:
         caption="On the diagonal all that comes in goes out. Marks are coloured by the level's class; goodput counts "
         "what was completed within both limits.",
         finding=f"The knee lies at {interval(reading.summary.knee)}; goodput peaks at "
-        f"{number(max(verdict.measures.goodput for verdict in sweep))} requests/s."
+        f"{number(max(good_rates))} requests/s."
         if reading.summary.knee
-        else f"No knee was bracketed; goodput peaks at {number(max(v.measures.goodput for v in sweep))} requests/s.",
+        else f"No knee was bracketed; goodput peaks at {number(max(good_rates))} requests/s.",
         panels=[panel],
         wide=True,
     )
