@@ -31,7 +31,7 @@ def offered_and_completed(reading: Reading) -> Figure | None:
     good = Series(
         name="goodput (within limits)",
         x=x,
-        y=good_rates,
+        y=[*good_rates],
         colour="green",
         dashed=True,
         marks=False,
