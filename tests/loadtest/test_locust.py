@@ -48,11 +48,11 @@ async def locust(tmp_path: Path, *options: str) -> tuple[int, list[RequestRow], 
 async def test_streaming_users_in_several_processes(tmp_path: Path) -> None:
     page = tmp_path / "report.html"
     code, rows, err, counts = await locust(
-        tmp_path, "-u", "12", "-r", "12", "-t", "4", "--processes", "2", "--html", str(page)
+        tmp_path, "-u", "12", "-r", "12", "-t", "3", "--processes", "2", "--html", str(page)
     )
     assert code == 0, err
     done = [row for row in rows if row.outcome is Outcome.COMPLETED]
-    assert len(done) > 50
+    assert len(done) > 12  # each user has gone on after its first
     assert len({row.client for row in rows}) == 2
     assert all(row.tokens == row.asked_tokens for row in done)
     assert counts["failures"] == 0
@@ -64,12 +64,12 @@ async def test_streaming_users_in_several_processes(tmp_path: Path) -> None:
 @pytest.mark.slow
 async def test_an_open_loop_sends_what_its_schedule_says(tmp_path: Path) -> None:
     code, rows, err, _ = await locust(
-        tmp_path, "-u", "1", "-t", "5", "--rate", "30", "--arrivals", "constant", "--show-ttft"
+        tmp_path, "-u", "1", "-t", "3", "--rate", "30", "--arrivals", "constant", "--show-ttft"
     )
     assert code == 0, err
     intended = sorted(row.intended for row in rows)
     gaps = [after - before for before, after in itertools.pairwise(intended)]
-    assert len(rows) > 100
+    assert len(rows) > 30
     assert all(abs(gap - 1 / 30) < 1e-3 for gap in gaps)
     assert {row.outcome for row in rows} <= {Outcome.COMPLETED, Outcome.CENSORED}
 
@@ -78,7 +78,7 @@ async def test_an_open_loop_sends_what_its_schedule_says(tmp_path: Path) -> None
 async def test_users_that_misbehave_beside_others(tmp_path: Path) -> None:
     bad = "cancel=3,deaf=2,frozen=1,killed=1,deadline=3,garbage=2"
     code, rows, err, counts = await locust(
-        tmp_path, "--shape", "steps", "--shape-seconds", "6", "--shape-users", "52", "--misbehave", bad
+        tmp_path, "--shape", "steps", "--shape-seconds", "4", "--shape-users", "52", "--misbehave", bad
     )
     outcomes = {row.outcome for row in rows}
     assert {Outcome.COMPLETED, Outcome.CANCELLED, Outcome.FAILED} <= outcomes, err

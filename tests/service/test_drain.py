@@ -108,12 +108,19 @@ async def test_second_signal_ends_the_drain_at_once() -> None:
 
 
 async def test_listener_stays_open_for_the_grace_time() -> None:
-    async with running(config=replace(PATIENT, drain_grace=1.0)) as served:
-        draining = asyncio.create_task(served.server.drain())
+    async with running(config=replace(PATIENT, drain_grace=600)) as served:
+        stop_now = asyncio.Event()
+        draining = asyncio.create_task(served.server.drain(stop_now))
         await until(lambda: served.server.replica.draining)
         assert (await refusal(served, start())).reason == "DRAINING"
         assert not draining.done()
+        stop_now.set()
         await asyncio.wait_for(draining, 10)
+
+
+async def test_grace_time_ends() -> None:
+    async with running(config=replace(PATIENT, drain_grace=0.2)) as served:
+        await asyncio.wait_for(served.server.drain(), 10)
 
 
 async def test_queued_requests_are_accepted_requests_and_finish() -> None:

@@ -21,7 +21,7 @@ from service.health import GENERATION_SERVICE, NOT_SERVING, SERVING, HealthMessa
 from tests.service.process import Process, server_process
 
 MESSAGES = HealthMessages()
-SOON = 5.0  # the promise is one second; a busy machine gets more. The benchmark has the time itself
+SOON = 15.0  # the promise is one second; a busy machine gets more. The benchmark has the time itself
 RESTARTING = {"FAKE_RESTART": "1"}
 
 
@@ -129,7 +129,7 @@ async def test_step_that_hangs_is_noticed_while_the_process_lives() -> None:
 @pytest.mark.slow
 async def test_long_step_whose_parts_advance_is_health() -> None:
     """Longer than any limit: readiness is lost after 2 s without progress, the engine killed after 2.5 s."""
-    async with serving(FAKE_LONG_STEP="4") as (server, client, health):
+    async with serving(FAKE_LONG_STEP="3.2") as (server, client, health):
         engine = engine_of(server)
         task = asyncio.create_task(text(client, "long", 1))
         began = time.monotonic()
@@ -137,7 +137,7 @@ async def test_long_step_whose_parts_advance_is_health() -> None:
             assert await health.status() == SERVING
             await asyncio.sleep(0.1)
         assert await task == "a"
-        assert time.monotonic() - began > 3.5
+        assert time.monotonic() - began > 3.0
         assert engine.is_running()
 
 

@@ -202,7 +202,7 @@ async def test_expired_in_queue(served: Running) -> None:
 
 async def test_deadline_while_running_is_in_band_with_usage(served: Running) -> None:
     served.engine.step_delay = 0.01
-    request = start("hi", request_id="a", scheduling=pb.Scheduling(timeout=Duration(nanos=200_000_000)))
+    request = start("hi", request_id="a", scheduling=pb.Scheduling(timeout=Duration(nanos=700_000_000)))
     logs = await run_bidi(served, pb.GenerateRequest(start=request))
     status = rich_status(logs["a"].failed.status)
     assert (status.code, status.reason) == (grpc.StatusCode.DEADLINE_EXCEEDED, "DEADLINE_EXCEEDED")
@@ -211,8 +211,9 @@ async def test_deadline_while_running_is_in_band_with_usage(served: Running) -> 
 
 
 async def test_rpc_deadline_reaches_the_engine(served: Running) -> None:
+    served.engine.step_delay = 0.01
     with pytest.raises(aio.AioRpcError) as error:
-        await run_unary(served, start(), timeout=0.2)
+        await run_unary(served, start(), timeout=0.7)
     assert error.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
     assert served.engine.submitted[0].deadline is not None
     await until(lambda: served.engine.live_requests == 0)
@@ -225,7 +226,7 @@ async def test_the_earlier_of_two_deadlines_wins(served: Running) -> None:
     first, second = (request.deadline for request in served.engine.submitted)
     assert first is not None
     assert second is not None
-    assert 4 < second - first < 8
+    assert 5.9 < second - first < 100
 
 
 # --- engine ----------------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -118,12 +119,13 @@ async def test_heartbeats_without_steps_while_requests_run_are_no_health() -> No
 
 async def test_long_queue_and_long_prefill_are_healthy() -> None:
     """Saturated is not sick: steps advance, though nobody gets a token."""
-    async with running(FakeEngineClient(max_num_seqs=1, step_delay=0.05), QUICK) as served:
+    patient = replace(QUICK, heartbeat_timeout=1.0)
+    async with running(FakeEngineClient(max_num_seqs=1, step_delay=0.05), patient) as served:
         served.engine.plan = lambda _: Script(steps_before_first=10**9)
         stream = Stream(served)
         await stream.send(*(start_message(request_id=f"r{i}") for i in range(20)))
         await until(lambda: served.engine.live_requests == 20)
-        for _ in range(20):
+        for _ in range(30):
             assert await check(served) == SERVING
             await asyncio.sleep(0.05)
         stream.call.cancel()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import pytest
 
 from octavo.v1 import generation_pb2 as pb
@@ -24,7 +22,8 @@ def test_few_streams_send_every_token_at_once_and_no_token_waits_long() -> None:
 
 @pytest.fixture
 def paced(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pacing, "pace", lambda streams: 0.3)
+    """Whatever waits for its turn waits for longer than any of these tests may take."""
+    monkeypatch.setattr(pacing, "pace", lambda streams: 3600.0)
 
 
 @pytest.mark.usefixtures("paced")
@@ -41,16 +40,13 @@ async def test_each_first_token_goes_at_once(served: Running) -> None:
     """Also that of a second request on a stream that has just sent."""
     served.engine.plan = lambda _: Script(steps_per_token=10**9, steps_before_first=0)
     stream = Stream(served)
-    loop = asyncio.get_running_loop()
     for request_id in ("a", "b", "c"):
         await stream.send(start_message(request_id=request_id))
         while not stream.logs[request_id].events:
             await stream.read()
         (live,) = [live for live in served.engine.live if live.steps < 10**9 and live.script.steps_per_token > 1]
         live.script = Script(steps_per_token=1)
-        began = loop.time()
         await stream.read_until_tokens(request_id, 1)
-        assert loop.time() - began < 0.2
         live.script = Script(steps_per_token=10**9 + 1)
         live.steps = 10**9
     stream.call.cancel()
@@ -59,11 +55,8 @@ async def test_each_first_token_goes_at_once(served: Running) -> None:
 @pytest.mark.usefixtures("paced")
 async def test_an_end_goes_at_once(served: Running) -> None:
     served.engine.plan = lambda _: Script(tokens=[97, 98], fail_after=2)
-    loop = asyncio.get_running_loop()
-    began = loop.time()
     stream = Stream(served)
     await stream.send(start_message(request_id="a", output=pb.OutputOptions()))
     await stream.read_until_ended("a")
-    assert loop.time() - began < 0.25
     assert stream.logs["a"].failed.usage.completion_tokens == 2
     stream.call.cancel()

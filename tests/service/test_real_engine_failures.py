@@ -57,7 +57,7 @@ async def test_queue_full_says_when_to_come_again(tiny: Path, monkeypatch: pytes
         Client(server.address) as client,
         aio.insecure_channel(server.address) as channel,
     ):
-        tasks = [asyncio.create_task(generate(client, start([3, index], 60))) for index in (4, 5)]
+        tasks = [asyncio.create_task(generate(client, start([3, index], 120))) for index in (4, 5)]
         await until(lambda: engine.stats.running_requests == engine.stats.queued_requests == 1)
         stub: Any = generation_pb2_grpc.GenerationServiceStub(channel)  # no retries
         with pytest.raises(aio.AioRpcError) as error:
@@ -65,7 +65,7 @@ async def test_queue_full_says_when_to_come_again(tiny: Path, monkeypatch: pytes
         status = error_status(error.value)
         assert (status.code, status.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "QUEUE_FULL")
         assert status.pushback_ms == round(status.retry_seconds * 1000) > 0
-        assert [len(ids) for ids in await asyncio.gather(*tasks)] == [60, 60]
+        assert [len(ids) for ids in await asyncio.gather(*tasks)] == [120, 120]
 
 
 async def test_deadlines_in_the_queue_and_while_running(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import gguf
-import numpy as np
 import pytest
 import tokenizers
 import transformers
@@ -21,6 +20,7 @@ from tokenizers import AddedToken, processors
 from engine.errors import ConfigurationError, InvalidRequestError
 from engine.model.source import resolve
 from engine.text.tokenizer import Tokenizer
+from tests.model.demo_peer import demo_peer_tokenizer
 from tests.model.tiny import CHAT_TEMPLATE, SPECIALS, byte_level_tokenizer, sentencepiece_tokenizer, write_tokenizer
 from tests.text.corpus import CORPUS, PROMPTS
 from tests.text.tokenizers_under_test import tokenizer
@@ -39,9 +39,7 @@ def assert_same(ours: Tokenizer, theirs: Any, texts: list[str] = CORPUS) -> None
 @pytest.fixture(scope="module")
 def pair() -> tuple[Tokenizer, Any]:
     """The demo model's tokenizer, ours and the one that transformers makes of the same file."""
-    source = resolve("demo")
-    theirs = transformers.AutoTokenizer.from_pretrained(source.path.parent, gguf_file=source.path.name)
-    return Tokenizer.from_source(source), theirs
+    return Tokenizer.from_source(resolve("demo")), demo_peer_tokenizer()
 
 
 class TestDemo:
@@ -317,8 +315,8 @@ class TestLongTexts:
         ended = time.perf_counter()
         done.set()
         watcher.join()
-        gaps = np.diff([began, *(at for at in beats if began < at < ended), ended])
-        assert gaps.max() < (ended - began) / 2
+        # Held up, it would have had one turn at most.
+        assert sum(began < at < ended for at in beats) >= 5
 
     def test_lone_surrogates(self) -> None:
         with pytest.raises(InvalidRequestError, match="surrogates"):
