@@ -171,7 +171,8 @@ class StreamCall:
         ends: set[asyncio.Future[Any]] = {writer, stream.failed}
         await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         if stream.failed.done():
-            return stream.failed.result()
+            failure = stream.failed.result()
+            return failure if self._multiplexed or self._last is None else failure.with_usage(self._last.usage_so_far)
         writer.result()
         if self._multiplexed or self._last is None or self._last.failure is None:
             return None
@@ -188,8 +189,11 @@ class StreamCall:
 
     def _release(self) -> None:
         self._replica.streams.remove(self._stream)
+        failed = self._stream.failed
         for output in self._stream.outputs.values():
             if not output.closed:
+                if failed.done():  # metrics, log and traces tell what ended it
+                    output.fail_when_cancelled(failed.result())
                 output.control.release()
 
     # --- actions ----------------------------------------------------------------------------------------------------

@@ -67,6 +67,8 @@ async def test_too_much_pending_output_aborts_the_stream_and_the_engine_first() 
         assert (status.code, status.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "SLOW_CONSUMER")
         assert status.pushback_ms == -1
         assert served.engine.cancelled
+        metrics = served.server.replica.metrics
+        assert (metrics.outcomes("SLOW_CONSUMER"), metrics.outcomes("cancelled")) == (1, 0)
 
 
 async def test_stalled_write_aborts_the_stream() -> None:
@@ -84,7 +86,9 @@ async def test_single_request_stream_is_aborted_too() -> None:
         await call.read()
         await until(lambda: served.engine.live_requests == 0)
         assert len(served.server.replica.live) == 0
-        call.cancel()
+        _, error = await read_to_error(call)
+        assert error_status(error).usage.completion_tokens > 0
+        assert served.server.replica.metrics.outcomes("SLOW_CONSUMER") == 1
 
 
 async def test_client_that_never_reads_its_status_holds_nothing() -> None:
