@@ -10,10 +10,11 @@ import urllib.request
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from engine import FailureKind
 from service.config import ServiceConfig
 from service.metrics import OBSERVED_AT_ONCE, Histogram
 from tests.service.calls import refusal, run_stream, start
-from tests.service.fake_engine import FakeEngineClient
+from tests.service.fake_engine import FakeEngineClient, Script
 from tests.service.server import Running, free_port, running
 
 
@@ -52,6 +53,45 @@ async def test_scrape_of_a_replica_that_served() -> None:
             assert name in values
         served.engine.die()
         assert (await scrape(served))["octavo_ready"] == 0
+
+
+FIGURES = {
+    "step": "octavo_steps_total",
+    "prompt_tokens": "octavo_prompt_tokens_received_total",
+    "cached_prompt_tokens": "octavo_cached_prompt_tokens_total",
+    "generated_tokens": "octavo_generated_tokens_total",
+    "preemptions": "octavo_preemptions_total",
+    "integrity_errors": "octavo_integrity_errors_total",
+    "running_requests": "octavo_requests_running",
+    "queued_requests": "octavo_requests_waiting",
+    "queued_prompt_tokens": "octavo_prompt_tokens_waiting",
+    "queue_delay_seconds": "octavo_queue_delay_seconds",
+    "free_blocks": "octavo_kv_free_blocks",
+    "cached_blocks": "octavo_kv_evictable_blocks",
+    "swapped_blocks": "octavo_kv_swapped_blocks",
+    "prefill_tokens_per_second": "octavo_prefill_tokens_per_second",
+    "decode_tokens_per_second": "octavo_decode_tokens_per_second",
+}
+
+
+async def test_every_figure_of_the_engine_is_exported_as_itself() -> None:
+    async with running(FakeEngineClient(), ServiceConfig(drain_grace=0.0, metrics_port=free_port())) as served:
+        served.engine.stats_overrides = {name: 100 + place for place, name in enumerate(FIGURES)}
+        values = await scrape(served)
+        assert {name: values[metric] for name, metric in FIGURES.items()} == served.engine.stats_overrides
+        held = 1024 - served.engine.stats.free_blocks - served.engine.stats.cached_blocks
+        assert values["octavo_kv_utilization"] == held / 1024
+
+
+@pytest.mark.parametrize("kind", list(FailureKind))
+async def test_every_failure_counts_by_its_reason(kind: FailureKind) -> None:
+    async with running(FakeEngineClient(), ServiceConfig(drain_grace=0.0, metrics_port=free_port())) as served:
+        served.engine.plan = lambda _: Script(fail_after=0, fail_kind=kind)
+        status = await refusal(served, start("x"))
+        values = await scrape(served)
+        ended = {name: value for name, value in values.items() if name.startswith("octavo_requests_ended_total")}
+        assert ended == {f"octavo_requests_ended_total{{outcome={status.reason}}}": 1}
+        assert values["octavo_request_seconds_count"] == 1
 
 
 async def test_other_paths_are_not_found() -> None:
