@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 
 from loadtest.__main__ import app
 from loadtest.launch import LaunchError, Service
-from loadtest.matrix import ITSELF
-from loadtest.records import LevelClass, Outcome, Phase, Regime
+from loadtest.matrix import ITSELF, has_all
+from loadtest.records import LevelClass, Outcome, Phase, Regime, RequestRow
 from loadtest.result import Result
 from loadtest.tiny_model import write_tiny_model
 from tests.loadtest.known_server import Behaviour
@@ -98,6 +98,25 @@ def tiny(tmp_path: Path) -> tuple[str, ...]:
     return ("--model", str(model), "--serve", "--load-format dummy --max-num-seqs 8 --max-queued-requests 16")
 
 
+@pytest.mark.parametrize(
+    ("received", "counted", "whole"),
+    [(8, 8, True), (5, 6, True), (5, 5, True), (5, 7, False), (8, 9, False), (7, 6, False)],
+)
+def test_an_end_of_sequence_token_is_counted_and_not_sent(received: int, counted: int, whole: bool) -> None:
+    """Of a request for eight tokens."""
+    row = RequestRow(
+        level=0,
+        index=0,
+        kind="json",
+        outcome=Outcome.COMPLETED,
+        intended=0.0,
+        chunk_us=list(range(received)),
+        asked_tokens=8,
+        completion_tokens=counted,
+    )
+    assert has_all(row) is whole
+
+
 @pytest.mark.slow
 async def test_faults_of_a_real_service(tmp_path: Path) -> None:
     """Each against a fresh service of a tiny model: nothing that must hold is broken."""
@@ -112,6 +131,7 @@ async def test_faults_of_a_real_service(tmp_path: Path) -> None:
     assert not [wrong for wrong in broken if not wrong.startswith(ITSELF)], text  # how fast it is: the machine's affair
     assert code == bool(broken)
     assert Result.open(out).summary.measures["cells_broken"] == sum(bool(cell.broken) for cell in cells)
+    assert [score.hypothesis for score in Result.open(out).summary.scores] == ["holds", "no-hang"]
     by_name = {(cell.fault, cell.kind): cell for cell in cells}
     killed = by_name["engine-killed", "short"]
     assert killed.outcomes.get("ENGINE_STARTING", 0) + killed.outcomes.get("ENGINE_DIED", 0) > 0
