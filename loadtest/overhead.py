@@ -38,6 +38,7 @@ HYPOTHESES = tuple(
     )
 )
 SETTLE = 0.5  # seconds for the service's counters to be told
+PATIENCE = 5.0  # seconds for those of a service that is busy
 
 
 async def run_overhead(options: SessionOptions, seconds: float, warm_up: float, progress: RunProgress) -> Result:
@@ -90,9 +91,7 @@ async def measure_all(
         progress.on_plan(plan(index, rate), ahead)
         before = counted(driver)
         part = await driver.run(plan(index, rate))
-        await asyncio.sleep(SETTLE)
-        after = counted(driver)
-        grown = None if before is None or after is None else after - before
+        grown = await growth(driver, before, sum(row.tokens for row in part.rows))
         found = overhead_rows(part, grown)
         rows.extend(found)
         for row in found:
@@ -105,6 +104,17 @@ async def measure_all(
     bound = sum(row.outcome is Outcome.COMPLETED for row in closed.ended) / closed.seconds
     for index, share in enumerate(SHARES, start=1):
         await run(index, float(f"{bound * share:.4g}"))
+
+
+async def growth(driver: ServiceDriver, before: float | None, expected: int) -> float | None:
+    """Of the service's counter since `before`, once it has grown as expected or has had its time."""
+    until = time.monotonic() + PATIENCE
+    await asyncio.sleep(SETTLE)
+    while (after := counted(driver)) is not None and before is not None:
+        if after - before >= expected or time.monotonic() >= until:
+            return after - before
+        await asyncio.sleep(SETTLE)
+    return None
 
 
 def counted(driver: ServiceDriver) -> float | None:

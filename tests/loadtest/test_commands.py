@@ -156,7 +156,8 @@ async def test_the_overhead_around_a_tiny_model(tmp_path: Path) -> None:
     assert {score.hypothesis: score.holds for score in result.summary.scores}["counts"] is True
     first = rows[0]
     assert first.regime is Regime.SATURATED
-    for figure in (first.frontend_us_per_token, first.engine_us_per_token, first.client_us_per_token, first.per_gb):
-        assert figure > 0.0
-    assert first.pss > 50_000_000
+    # A level of a second has one reading of the service in its window, or none where the machine is busy.
+    for figure in ("frontend_us_per_token", "engine_us_per_token", "client_us_per_token", "per_gb"):
+        assert max(getattr(row, figure) for row in rows) > 0.0
+    assert max(row.pss for row in rows) > 50_000_000
     assert json.loads((out / "summary.json").read_text())["complete"] is True
