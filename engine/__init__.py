@@ -12,6 +12,7 @@ from engine.errors import (
     EngineError,
     InvalidRequestError,
 )
+from engine.garbage import keep_loaded
 from engine.model.source import resolve as _resolve
 from engine.text.output import Delta, OutputText
 from engine.text.tokenizer import Tokenizer
@@ -82,6 +83,7 @@ __all__ = [
     "TokensGenerated",
     "Usage",
     "create_engine_client",
+    "keep_loaded",
     "load_tokenizer",
 ]
 

@@ -14,6 +14,7 @@ import zmq
 from engine import wire
 from engine.config import EngineConfig
 from engine.errors import ConfigurationError, EngineError
+from engine.garbage import keep_loaded
 from engine.serve import DrivenEngine, serve
 
 Create = Callable[[EngineConfig, Callable[[str], None]], DrivenEngine]
@@ -53,6 +54,7 @@ def _run(socket: zmq.Socket[bytes], send: Callable[[wire.Report], None], config_
         known = isinstance(error, ConfigurationError)
         send(wire.StartFailed(str(error) if known else f"{type(error).__name__}: {error}", known))
         return 2 if known else 1
+    keep_loaded()
     send(wire.Started(engine.info))
     try:
         serve(

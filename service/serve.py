@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import logging
 import signal
 import sys
@@ -19,6 +18,7 @@ from engine import (
     EngineInfo,
     Tokenizer,
     create_engine_client,
+    keep_loaded,
     load_tokenizer,
 )
 from service.config import ServiceConfig
@@ -87,18 +87,11 @@ async def serve_engine(engine: EngineClient, tokenizer: Tokenizer, config: Servi
         return _fail(str(error), EXIT_FAULT)
     if config.admin_port is not None:
         LOGGER.info("admin port is open", extra={"port": server.admin_port})
-    settle_garbage_collector()
+    keep_loaded()
     print(ready_line(server.address, engine.info), flush=True)
     await _first(signals.drain, server.drain_requested)
     await server.drain(signals.stop)
     return EXIT_OK
-
-
-def settle_garbage_collector() -> None:
-    """What was loaded until now stays and is not looked at again: a full collection would hold up every stream for the
-    better part of a tenth of a second."""
-    gc.collect()
-    gc.freeze()
 
 
 async def _start_engine(engine: EngineClient, signals: Signals) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import inspect
 import json
 import os
@@ -420,12 +419,3 @@ async def test_a_model_that_cannot_be_served_opens_no_port(tmp_path: Path, damag
     lines = [line for line in err.splitlines() if "loading" not in line]
     assert len(lines) == 1
     assert named in lines[0]
-
-
-def test_a_server_that_stands_keeps_what_was_loaded_out_of_collections() -> None:
-    """A full collection over all modules stops every stream for a while."""
-    try:
-        service.serve.settle_garbage_collector()
-        assert gc.get_freeze_count() > 10_000
-    finally:
-        gc.unfreeze()
