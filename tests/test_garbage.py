@@ -51,7 +51,9 @@ def test_the_engines_process_does_so_before_it_is_ready(monkeypatch: pytest.Monk
     assert done[:2] == ["kept", "Started"]
 
 
-async def test_the_service_does_so_before_it_says_that_it_is_ready(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+async def test_the_service_does_so_when_it_is_ready(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(service.serve, "keep_loaded", lambda: os.kill(os.getpid(), signal.SIGTERM))
     config = ServiceConfig(port=0, drain_grace=0.0)
     assert await service.serve.serve_engine(FakeEngineClient(), byte_tokenizer(), config) == 0
