@@ -21,7 +21,7 @@ from grpc_status import rpc_status
 from octavo.v1 import capacity_pb2, capacity_pb2_grpc, generation_pb2, generation_pb2_grpc
 
 WRITE_FAULT = "Internal error from Core"
-STATUS_SECONDS = 1.0
+STATUS_SECONDS = 5.0  # a busy machine may take a while to refuse
 
 GenerateCall = aio.StreamStreamCall[generation_pb2.GenerateRequest, generation_pb2.GenerateResponse]
 
