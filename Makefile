@@ -86,11 +86,11 @@ format: setup ## Rewrite Python and C++ files in the project's style
 bench: setup ## CPU benchmarks: a table, and build/bench/cpu.json
 	@$(BIN)/python -m tests.bench cpu $(ARGS)
 
-LOAD_SERVE := --max-num-seqs 16 --max-queued-requests 72
+LOAD_SERVE := --max-num-seqs 8 --max-queued-requests 64
 LOAD_OUT = build/load/map-$(shell date +%Y%m%d-%H%M%S)
 
 load: setup ## Where the demo model saturates and how: about 15 minutes, then a page of it
-	@out=$(LOAD_OUT) && $(BIN)/python -m loadtest map --serve "$(LOAD_SERVE)" --mix brief --out $$out $(ARGS) && \
+	@out=$(LOAD_OUT) && $(BIN)/python -m loadtest map --serve "$(LOAD_SERVE)" --mix brief --transport bidi --out $$out $(ARGS) && \
 	$(BIN)/python -m loadtest report $$out
 
 load-ui: setup ## Locust's web page (port 8089) in front of the demo model
