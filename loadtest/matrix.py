@@ -194,11 +194,13 @@ async def held(address: str) -> str:
 def cells_of(
     fault: Fault, part: LevelRows, shared: dict[str, str], recovery: float | None, limits: Limits
 ) -> list[FaultCell]:
-    """A cell for each class of requests that the level had."""
+    """A cell for each class of requests that the level had. What the service is said to have done follows from the
+    classes that read what they are sent."""
     rows: defaultdict[str, list[RequestRow]] = defaultdict(list)
     for row in part.rows:
         rows[row.kind].append(row)
-    level_class, _ = classify(measure([part], limits))
+    heard = LevelRows(part.level, [row for row in part.rows if row.kind not in fault.cut], part.telemetry)
+    level_class, _ = classify(measure([heard], limits))
     return [
         cell_of(fault, kind, rows[kind], part, {**shared, **judged(fault, kind, rows[kind])}, recovery, level_class)
         for kind in sorted(rows)

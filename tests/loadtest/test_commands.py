@@ -13,13 +13,15 @@ import pytest
 from typer.testing import CliRunner
 
 from loadtest.__main__ import app
+from loadtest.faults import FAULTS
 from loadtest.launch import LaunchError, Service
-from loadtest.matrix import ITSELF, has_all
-from loadtest.records import LevelClass, Outcome, Phase, Regime, RequestRow
+from loadtest.matrix import ITSELF, cells_of, has_all
+from loadtest.measure import LevelRows
+from loadtest.records import LevelClass, Limits, Outcome, Phase, Regime, RequestRow
 from loadtest.result import Result
 from loadtest.tiny_model import write_tiny_model
 from tests.loadtest.known_server import Behaviour
-from tests.loadtest.playing import known_service
+from tests.loadtest.playing import known_service, level_of
 from tests.service.process import ROOT, run_command
 
 STEP = Behaviour(mode="step", base=0.02, seats=4, queue=8)
@@ -115,6 +117,36 @@ def test_an_end_of_sequence_token_is_counted_and_not_sent(received: int, counted
         completion_tokens=counted,
     )
     assert has_all(row) is whole
+
+
+def test_a_client_that_does_not_read_makes_no_hang() -> None:
+    """To the end of its level it has heard nothing for eight seconds; all others were served at once."""
+    at = [0.0, 0.2, 0.4, 9.5]
+    rows = [
+        RequestRow(
+            level=0,
+            index=index,
+            kind="chat" if index != 1 else "deaf",
+            outcome=Outcome.COMPLETED if index != 1 else Outcome.CENSORED,
+            intended=begin,
+            sent=begin,
+            accepted=begin,
+            first=begin + 0.1 if index != 1 else None,
+            finish=begin + 0.1 if index != 1 else 10.0,
+            chunk_us=[100_000] if index != 1 else [],
+            asked_tokens=1,
+            completion_tokens=1 if index != 1 else None,
+        )
+        for index, begin in enumerate(at)
+    ]
+    part = LevelRows(level_of(0.0, 10.0, 0.4), rows)
+    (readers,) = [fault for fault in FAULTS if fault.name == "slow-readers"]
+    found = cells_of(readers, part, {}, None, Limits(ttft=1.0, tpot=1.0))
+    assert {cell.level_class for cell in found} == {LevelClass.KEEPS_UP}
+    others = [fault for fault in FAULTS if fault.name == "burst"]
+    assert {cell.level_class for cell in cells_of(others[0], part, {}, None, Limits(ttft=1.0, tpot=1.0))} == {
+        LevelClass.HUNG
+    }
 
 
 @pytest.mark.slow
