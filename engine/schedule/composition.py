@@ -26,6 +26,11 @@ class Composition(Protocol):
         """Tokens that sequences which are not running yet may add to the step."""
         ...
 
+    def admits(self, sequence: Sequence, uncomputed: int, room: int, unfinished: Sequence | None) -> bool:
+        """Whether a waiting sequence with so much to compute may begin to run. unfinished: the first of the step's
+        whose piece does not compute all of it."""
+        ...
+
     def entrance(self, sequence: Sequence, room: int) -> ScheduledSequence | None:
         """The piece of a sequence that has just begun to run; None: its turn is another step's."""
         ...
@@ -40,9 +45,15 @@ class Composition(Protocol):
         """What of all this the step runs."""
         ...
 
-    def ahead(self, sequence: Sequence) -> int:
-        """How many tokens of a running sequence run before any prompt that is not running yet."""
+    def ahead(self, running: list[Sequence], length: int) -> int:
+        """At least how many tokens of running sequences run before a prompt of `length` tokens that is not running yet
+        has its first."""
         ...
+
+
+def unfinished(pieces: list[ScheduledSequence]) -> Sequence | None:
+    """The first sequence that has something left to compute behind its piece."""
+    return next((piece.sequence for piece in pieces if not piece.samples), None)
 
 
 def piece_of(sequence: Sequence, count: int) -> ScheduledSequence:
@@ -53,8 +64,12 @@ def piece_of(sequence: Sequence, count: int) -> ScheduledSequence:
 
 @dataclass(frozen=True, slots=True)
 class MixedSteps:
-    """Decodes first, then as much of prompts as the budget of `max_tokens` leaves. Never more sequences run than the
-    budget has tokens."""
+    """Decodes first, then as much of prompts as the budget of `max_tokens` leaves, in order. Never more sequences run
+    than the budget has tokens.
+
+    A prompt that the rest of the budget does not finish leaves half of that to prompts behind it that it does finish,
+    unless they have a lower priority: a long prompt takes at most twice as long, and holds up nobody for longer than a
+    step. What they leave is its own."""
 
     max_tokens: int
 
@@ -73,20 +88,29 @@ class MixedSteps:
                     needy.append((sequence, start + 1))
         pieces: list[ScheduledSequence] = []
         budget = self.max_tokens - len(decodes)
+        long: Sequence | None = None
         for sequence in prefills:
-            if budget:
-                piece = piece_of(sequence, min(sequence.num_uncomputed, budget))
+            if budget and self.admits(sequence, sequence.num_uncomputed, budget, long):
+                piece = self.entrance(sequence, budget)
+                reach = piece.start + min(sequence.num_uncomputed, budget)
+                if reach > sequence.capacity:
+                    needy.append((sequence, reach))
+                long = long or unfinished([piece])
                 pieces.append(piece)
                 budget -= piece.count
-                if piece.start + piece.count > sequence.capacity:
-                    needy.append((sequence, piece.start + piece.count))
         return Wanted(decodes, pieces, needy)
 
     def room(self, wanted: Wanted) -> int:
         return self.max_tokens - len(wanted.decodes) - sum(piece.count for piece in wanted.pieces)
 
+    def admits(self, sequence: Sequence, uncomputed: int, room: int, unfinished: Sequence | None) -> bool:
+        if unfinished is None:
+            return True
+        return uncomputed <= room and sequence.group.request.priority >= unfinished.group.request.priority
+
     def entrance(self, sequence: Sequence, room: int) -> ScheduledSequence:
-        return piece_of(sequence, min(sequence.num_uncomputed, room))
+        whole = sequence.num_uncomputed <= room
+        return piece_of(sequence, sequence.num_uncomputed if whole else room - room // 2)
 
     def left(self, room: int, piece: ScheduledSequence | None) -> int:
         return room - (piece.count if piece is not None else 0)
@@ -94,10 +118,19 @@ class MixedSteps:
     def step(
         self, decodes: list[Sequence], pieces: list[ScheduledSequence]
     ) -> tuple[list[Sequence], list[ScheduledSequence]]:
-        return decodes, pieces
+        long = unfinished(pieces)
+        if long is None:
+            return decodes, pieces
+        left = self.max_tokens - len(decodes) - sum(piece.count for piece in pieces)
 
-    def ahead(self, sequence: Sequence) -> int:
-        return sequence.num_uncomputed if sequence.num_uncomputed > 1 else 0
+        def grown(piece: ScheduledSequence) -> ScheduledSequence:
+            return piece_of(long, min(piece.count + left, long.num_uncomputed, long.capacity - piece.start))
+
+        return decodes, [grown(piece) if piece.sequence is long else piece for piece in pieces]
+
+    def ahead(self, running: list[Sequence], length: int) -> int:
+        tokens = sum(sequence.num_uncomputed for sequence in running if sequence.num_uncomputed > 1)
+        return min(tokens, self.max_tokens - length) if length <= self.max_tokens // 2 else tokens
 
 
 class SeparateSteps:
@@ -136,6 +169,9 @@ class SeparateSteps:
         waits = bool(wanted.decodes or wanted.pieces) and self._prompt_was_last
         return 0 if waits or any(is_of_prompt(piece) for piece in wanted.pieces) else self._max_tokens
 
+    def admits(self, sequence: Sequence, uncomputed: int, room: int, unfinished: Sequence | None) -> bool:
+        return True
+
     def entrance(self, sequence: Sequence, room: int) -> ScheduledSequence | None:
         return self._chunk(sequence) if sequence.num_computed < sequence.num_prompt else None
 
@@ -150,8 +186,8 @@ class SeparateSteps:
         self._prompt_was_last = bool(chunks) and not (self._prompt_was_last and (decodes or repeated))
         return ([], chunks[:1]) if self._prompt_was_last else (decodes, repeated)
 
-    def ahead(self, sequence: Sequence) -> int:
-        return max(0, sequence.num_prompt - sequence.num_computed)
+    def ahead(self, running: list[Sequence], length: int) -> int:
+        return sum(max(0, sequence.num_prompt - sequence.num_computed) for sequence in running)
 
     def _chunk(self, sequence: Sequence) -> ScheduledSequence:
         return piece_of(sequence, min(sequence.num_prompt - sequence.num_computed, self._max_tokens))

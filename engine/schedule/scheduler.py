@@ -12,7 +12,7 @@ from itertools import repeat
 
 from engine.errors import EngineError
 from engine.schedule.admission import SchedulerLimits, refusal, shed, too_late
-from engine.schedule.composition import Composition, MixedSteps, Wanted
+from engine.schedule.composition import Composition, MixedSteps, Wanted, unfinished
 from engine.schedule.counters import Counters
 from engine.schedule.deadlines import Deadlines
 from engine.schedule.finish import finish_after
@@ -116,19 +116,20 @@ class Scheduler:
         """Refuses what cannot have a token by its deadline: after the prompts that run, or its turn, comes its own."""
         if request.deadline is None:
             return None
-        tokens_ahead = self._composition.ahead
-        ahead = [sequence for sequence in self._running if tokens_ahead(sequence)]
-        delay = self.prefill.seconds(sum(map(tokens_ahead, ahead)), now)
-        delay, left = max(delay, self.queue_delay), request.deadline - now
-        own = len(request.prompt_token_ids)
-        if delay + self.prefill.seconds(own, now) <= left:
+        own, left = len(request.prompt_token_ids), request.deadline - now
+        if self._seconds_to_first_token(own, now) <= left:
             return None
         if self.residency.reads_cache(request):
-            others = [*ahead, *self._arriving, *self._waiting]
+            others = [*self._running, *self._arriving, *self._waiting]
             found = max(self.residency.cached_tokens(request), common_tokens(request, others, self.tables.block_size))
             own -= min(found, own - 1)
-        estimated = delay + self.prefill.seconds(own, now)
+        estimated = self._seconds_to_first_token(own, now)
         return too_late(request.request_id, estimated, left) if estimated > left else None
+
+    def _seconds_to_first_token(self, length: int, now: float) -> float:
+        """Of a request that came now, with so many tokens to compute."""
+        ahead = self._composition.ahead(self._running, length)
+        return max(self.prefill.seconds(ahead, now), self.queue_delay) + self.prefill.seconds(length, now)
 
     def refuse(self, request_id: str, message: str, field: str = "", kind: FailureKind = FailureKind.INVALID) -> None:
         """Answers a request that gets no further for a reason the scheduler does not know of."""
@@ -188,7 +189,7 @@ class Scheduler:
             self._land(moved)
         wanted, preempted = self._schedule_running()
         if not preempted and self._waiting:
-            wanted.pieces.extend(self._admit(self._composition.room(wanted), now, overlap=moved is not None))
+            wanted.pieces.extend(self._admit(wanted, now, overlap=moved is not None))
         if self._arriving and not wanted.decodes and not wanted.pieces:
             self._land(None)
             wanted, _ = self._schedule_running()
@@ -371,11 +372,13 @@ class Scheduler:
         self.counters.preemptions += 1
         self._waiting.add(sequence)
 
-    def _admit(self, budget: int, now: float, *, overlap: bool) -> list[ScheduledSequence]:
+    def _admit(self, wanted: Wanted, now: float, *, overlap: bool) -> list[ScheduledSequence]:
         """Waiting sequences in order while budget, slots and blocks last. Behind one that finds no blocks, a few
-        smaller ones may go first, a bounded number of times; nobody overtakes a preempted one. overlap: those from host
+        smaller ones may go first, a bounded number of times; behind one whose turn it is not yet, because a long prompt
+        is not through, as often as they fit beside that. Nobody overtakes a preempted one. overlap: those from host
         memory are only on their way."""
         entries: list[ScheduledSequence] = []
+        budget, long = self._composition.room(wanted), unfinished(wanted.pieces)
         blocked: Sequence | None = None
         window = _SKIP_WINDOW
         demand = self._demand() if budget > 0 else None
@@ -383,6 +386,9 @@ class Scheduler:
             if budget <= 0 or window <= 0 or len(self._running) + len(self._arriving) >= self.limits.max_batched_tokens:
                 break
             if sequence.num_pending or self._waits_for_sibling(sequence):
+                continue
+            if not self._composition.admits(sequence, self._uncomputed(sequence, budget), budget, long):
+                window = 0 if sequence.preemptions else window - 1
                 continue
             alone = not self._running and not self._arriving
             swapped = bool(sequence.swapped_blocks)
@@ -398,6 +404,7 @@ class Scheduler:
                     budget = self._composition.left(budget, entry)
                     if entry is not None:
                         entries.append(entry)
+                        long = long or unfinished([entry])
                 if blocked is not None:
                     blocked.skips += 1
             elif blocked is None:
@@ -405,6 +412,13 @@ class Scheduler:
             if blocked is not None:
                 window = 0 if blocked.preemptions or blocked.skips >= _MAX_SKIPS else window - 1
         return entries
+
+    def _uncomputed(self, sequence: Sequence, enough: int) -> int:
+        """Tokens of a waiting sequence that would have to run; more than `enough` is not told exactly."""
+        count = 1 if sequence.swapped_blocks else sequence.num_uncomputed
+        if count <= enough:
+            return count
+        return count - min(self.residency.cached_tokens(sequence.group.request), count - 1)
 
     def _demand(self) -> Demand | None:
         if self.forecast is None or not self._waiting:

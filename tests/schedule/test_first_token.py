@@ -48,6 +48,14 @@ def test_so_do_prompts_that_run() -> None:
     assert estimate(answer(loop, "late", [99] * 10, deadline=0.9)) == 100 * left + 1000
 
 
+def test_a_short_one_waits_for_no_long_one_to_end() -> None:
+    loop = loop_of_ten_tokens_a_second(max_batched_tokens=16)
+    answer(loop, "runs", LONG)
+    assert loop.scheduler.plan(0.0) is not None
+    assert estimate(answer(loop, "late", [99] * 6, deadline=1.5)) == 1600
+    assert isinstance(answer(loop, "in time", [99] * 6, deadline=1.7), Admitted)
+
+
 def test_of_separate_steps_what_is_fed_in_again_delays_no_prompt() -> None:
     """Of a sequence that is computed again only its prompt comes before others."""
     loop = loop_of_ten_tokens_a_second(max_batched_tokens=16, separate=True)

@@ -143,22 +143,22 @@ def test_who_had_to_yield_comes_back_before_anything_new(mode: PreemptionMode, l
 
 
 @pytest.mark.parametrize("budget", [4, 8, 16])
-def test_short_prompts_behind_a_long_one_wait_for_its_chunks_and_no_longer(budget: int) -> None:
-    """Steps to the first token of each: the tokens of all prompts up to its own over the budget, with a decode a step
-    for each that has started."""
+def test_short_prompts_behind_a_long_one_and_the_long_one_itself_start_in_time(budget: int) -> None:
+    """Steps to the first token of each: those that half of a step's budget finishes start at once; nobody later than
+    the tokens of all prompts take, with a decode a step for each that has started."""
     loop = make_loop(num_blocks=80, max_batched_tokens=budget, max_num_seqs=4)
     lengths = {"long": 100, "short": 6, "shorter": 3}
     for index, (name, length) in enumerate(lengths.items()):
         loop.scheduler.submit(request(name, [index * 200 + position for position in range(length)], 40), 0.0)
-    first, step, ahead = {}, 0, 0
+    first, step = {}, 0
     while len(first) < 3:
         step += 1
         for event in loop.step().events:
             if tokens_of([event], event.request_id):
                 first.setdefault(event.request_id, step)
-    for index, (name, length) in enumerate(lengths.items()):
-        ahead += length
-        assert first[name] <= -(-ahead // (budget - index)) + 1
+    for name, length in lengths.items():
+        whole = -(-sum(lengths.values()) // (budget - 2)) + 1
+        assert first[name] <= (3 if length <= budget // 2 else whole)
 
 
 def test_prefills_get_on_in_every_step_beside_as_many_decodes_as_there_is_budget_for() -> None:
