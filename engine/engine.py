@@ -134,7 +134,7 @@ class Engine:
             max_queued_tokens=config.max_queued_tokens,
             watermark_blocks=num_blocks // _WATERMARK_SHARE,
         )
-        mover = BlockMover(pool, int(config.swap_space_gib * 2**30) // pool[0].nbytes)
+        mover = _block_mover(config, pool)
         residency = self._residency(tables, mover, pool[0].nbytes)
         forecast = OutputForecast() if config.admission_forecast else None
         composition = SeparateSteps(max_batched_tokens) if config.batch_invariant else None
@@ -345,11 +345,21 @@ def check_config(config: EngineConfig) -> None:
         raise ConfigurationError(f"gpu_memory_utilization must be in (0, 1], not {config.gpu_memory_utilization}")
 
 
+def _block_mover(config: EngineConfig, pool: torch.Tensor) -> BlockMover:
+    try:
+        return BlockMover(pool, int(config.swap_space_gib * 2**30) // pool[0].nbytes)
+    except RuntimeError:
+        raise ConfigurationError(f"swap_space_gib {config.swap_space_gib:g} is more than this host can hold") from None
+
+
 def set_threads(config: EngineConfig, device: torch.device) -> None:
     """The runtime's own threads do a CPU step's work; torch's would only compete with them for the cores."""
     if device.type == "cpu":
         torch.set_num_threads(1)
-        _runtime.set_num_threads(config.num_threads or len(os.sched_getaffinity(0)))
+        try:
+            _runtime.set_num_threads(config.num_threads or len(os.sched_getaffinity(0)))
+        except _runtime.OpError as error:
+            raise ConfigurationError(f"num_threads {config.num_threads}: {error}") from None
 
 
 def choose_device(device: Device) -> torch.device:

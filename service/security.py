@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import ssl
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,11 +33,29 @@ def server_credentials(config: SecurityConfig) -> grpc.ServerCredentials | None:
     if config.tls_cert is None or config.tls_key is None:
         raise ConfigurationError("--tls-cert and --tls-key need each other")
     client_ca = None if config.client_ca is None else _read(config.client_ca)
+    key_and_cert = (_read(config.tls_key), _read(config.tls_cert))
+    _check_pem(config)
     return grpc.ssl_server_credentials(
-        [(_read(config.tls_key), _read(config.tls_cert))],
+        [key_and_cert],
         root_certificates=client_ca,
         require_client_auth=client_ca is not None,
     )
+
+
+def _check_pem(config: SecurityConfig) -> None:
+    """gRPC itself would only say that it cannot listen."""
+    assert config.tls_cert is not None
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        context.load_cert_chain(config.tls_cert, config.tls_key, password="")
+    except ssl.SSLError as error:
+        problem = f"no certificate and key in PEM that belong together ({error.reason or error})"
+        raise ConfigurationError(f"--tls-cert {config.tls_cert}, --tls-key {config.tls_key}: {problem}") from None
+    try:
+        context.load_verify_locations(config.client_ca or config.tls_cert)
+    except ssl.SSLError as error:
+        problem = f"no certificate in PEM ({error.reason or error})"
+        raise ConfigurationError(f"--tls-client-ca {config.client_ca}: {problem}") from None
 
 
 def check_exposure(host: str, config: SecurityConfig) -> None:

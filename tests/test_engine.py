@@ -235,6 +235,8 @@ def test_pool_is_claimed_at_start_and_context_limited_by_it(tiny: Path) -> None:
         ({"kv_cache_tokens": 10**14}, "kv_cache_tokens"),
         ({"max_model_len": 10**7}, "max_model_len"),
         ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization"),
+        ({"num_threads": 10**6}, "num_threads"),
+        ({"swap_space_gib": 1e6}, "swap_space_gib"),
         ({"dtype": "int3"}, "int3"),
     ],
 )

@@ -56,6 +56,8 @@ def _answer(kind: str, text: str, limits: LLParserLimits) -> dict[str, str]:
     try:
         grammar = _to_llguidance(kind, text)
         error = LLMatcher.validate_grammar(grammar, limits=limits)
+    except RecursionError:
+        error = "nested too deeply"
     except Exception as raised:
         error = str(raised)
     if error and not error.startswith("WARNING"):
@@ -73,6 +75,8 @@ def _to_llguidance(kind: str, text: str) -> str:
         case "json_object":
             return LLMatcher.grammar_from_json_schema('{"type": "object"}', defaults=_JSON_LAYOUT)
         case "regex":
+            if (len(text) - len(text.rstrip("\\"))) % 2:
+                raise ValueError("ends in a backslash that escapes nothing")
             return LLMatcher.grammar_from_regex(text)
         case "ebnf":
             if text.lstrip().startswith("{"):  # the library's own notation

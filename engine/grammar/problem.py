@@ -23,6 +23,7 @@ _PLAINER: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         (r"; following (?:special tokens )?are available.*", ""),
         (r' \(at "(?:\\.|[^"\\])*" \(.*\)\)$', ""),
         (r"Current row has \d+ items; max is \d+.*", "the grammar is too ambiguous to follow; try to make it less so"),
+        (r".*Too many items \(limit.*", "the grammar is too large, too ambiguous, or repeats without an end"),
         (r"<non-verbose/>", ""),
     )
 )

@@ -54,7 +54,9 @@ def _parse_template_arguments(text: str, path: str) -> dict[str, Any] | None:
     field_path = f"{path}.template_arguments_json"
     try:
         value = json.loads(text)
-    except (ValueError, RecursionError) as error:
+    except RecursionError:
+        raise refuse(invalid(field_path, "is nested too deeply")) from None
+    except ValueError as error:
         raise refuse(invalid(field_path, f"is not JSON: {error}")) from None
     if not isinstance(value, dict):
         raise refuse(invalid(field_path, "is not a JSON object"))

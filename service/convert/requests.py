@@ -106,7 +106,9 @@ def _parse_grammar(start: generation_pb2.StartGeneration) -> Grammar | None:
 def _check_json(text: str, path: str) -> None:
     try:
         json.loads(text)
-    except (ValueError, RecursionError) as error:
+    except RecursionError:
+        raise refuse(grammar_invalid(path, "is nested too deeply")) from None
+    except ValueError as error:
         raise refuse(grammar_invalid(path, f"is not JSON: {error}")) from None
 
 

@@ -13,6 +13,7 @@ from llguidance import LLParserLimits
 
 from engine.grammar.compiler import MAX_TEXT_BYTES, TRIAL_SECONDS, GrammarCompiler, GrammarError, GrammarLimitError
 from engine.grammar.constraint import GrammarConstraint
+from engine.grammar.problem import problem
 from engine.text.tokenizer import Tokenizer
 from engine.types import Grammar, GrammarKind
 from tests.text.tokenizers_under_test import tokenizer
@@ -173,6 +174,7 @@ def test_hostile_grammars_are_refused_in_bounded_time_and_the_next_is_served(
             "http://localhost/x is another document, which is not fetched",
         ),
         (GrammarKind.EBNF, 'start: "b" | (\n  | "a"', "line 2, column 8: Expected token ')', found '\\n'"),
+        (GrammarKind.REGEX, "a\\", "ends in a backslash that escapes nothing"),
         (GrammarKind.EBNF, "start: start", "the grammar allows no text at all"),
         (GrammarKind.EBNF, "start: /(/", 'line 1, column 8: invalid regex "(": unclosed group'),
         (GrammarKind.EBNF, "root ::= [z-a]", INVALID_RANGE),
@@ -185,6 +187,11 @@ def test_messages_are_one_plain_line(compiler: GrammarCompiler, kind: GrammarKin
     with pytest.raises(GrammarError) as caught:
         compiled(compiler, kind, text)
     assert str(caught.value) == message
+
+
+def test_a_limit_of_the_parser_is_told_plainly() -> None:
+    said = "parser error: Too many items (limit 10000; ff_tokens); try avoiding single-byte/short lexemes"
+    assert problem("ebnf", "", said) == "the grammar is too large, too ambiguous, or repeats without an end"
 
 
 def test_a_schemas_options_for_the_library_are_not_taken(compiler: GrammarCompiler) -> None:

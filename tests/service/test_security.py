@@ -127,6 +127,21 @@ async def test_mutual_tls_refuses_clients_without_a_certificate(certificates: Ce
             assert error.value.code() is grpc.StatusCode.UNAVAILABLE
 
 
+def test_files_that_are_no_certificates_are_named(certificates: Certificates, tmp_path: Path) -> None:
+    """gRPC itself only says that it cannot listen, once the model has loaded."""
+    cert, key, junk = certificates.server_cert, certificates.server_key, tmp_path / "junk.pem"
+    junk.write_text("junk")
+    server_credentials(SecurityConfig(cert, key, certificates.ca))
+    for config, flag in (
+        (SecurityConfig(junk, key), "--tls-cert"),
+        (SecurityConfig(cert, junk), "--tls-key"),
+        (SecurityConfig(cert, certificates.client_key), "--tls-key"),
+        (SecurityConfig(cert, key, junk), "--tls-client-ca"),
+    ):
+        with pytest.raises(ConfigurationError, match=flag):
+            server_credentials(config)
+
+
 @pytest.mark.parametrize(
     "config",
     [

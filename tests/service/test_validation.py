@@ -189,6 +189,8 @@ async def test_schema_that_is_no_json(served: Running) -> None:
     assert (status.code, status.reason) == (grpc.StatusCode.INVALID_ARGUMENT, "GRAMMAR_INVALID")
     assert status.fields == ["start.structured_output.json_schema"]
     assert status.message.startswith("start.structured_output.json_schema: is not JSON: ")
+    status = await refusal(served, start(**structured(json_schema="[" * 5000 + "]" * 5000)))
+    assert status.message == "start.structured_output.json_schema: is nested too deeply"
     assert served.engine.submitted == []
 
 
