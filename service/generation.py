@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Callable
+from functools import partial
 from typing import Any
 
 from grpc import aio
@@ -126,7 +127,9 @@ class StreamCall:
         self._deadline = rpc_deadline(context, time.monotonic())
         self._last: RequestOutput | None = None
         self._stream = OutputStream(
-            *(context.write, response, replica.config.stream), multiplexed=multiplexed, pacer=replica.streams.pacer
+            *(context.write, partial(context.send_initial_metadata, ()), response, replica.config.stream),
+            multiplexed=multiplexed,
+            pacer=replica.streams.pacer,
         )
 
     async def serve(self, requests: AsyncIterator[generation_pb2.GenerateRequest]) -> None:

@@ -14,6 +14,8 @@ from service.status import Failure, RequestRefusedError, slow_consumer
 
 Batch = generation_pb2.GenerateResponse | generation_pb2.GenerateStreamResponse
 
+_LARGE_FIRST_MESSAGE = 16 << 10  # bytes; a client's smallest window is four times that
+
 
 @dataclass(frozen=True, slots=True)
 class StreamLimits:
@@ -30,11 +32,15 @@ class OutputStream:
 
     `outputs` call `mark_ready` when they have something to give; `run` sends it. A stream-wide failure (`fail`) ends
     `run` with RequestRefusedError, also while a write is stalled.
+
+    open_call: sends the RPC's headers. grpc.aio sends them with the first message, and could send no status while that
+    one is stalled: a first message that may stall goes behind headers of its own.
     """
 
     def __init__(
         self,
         send: Callable[[Batch], Awaitable[None]],
+        open_call: Callable[[], Awaitable[None]],
         new_batch: Callable[[], Batch],
         limits: StreamLimits,
         *,
@@ -46,6 +52,7 @@ class OutputStream:
         self.sent_anything = False
         self.writing_since: float | None = None
         self._send = send
+        self._open_call = open_call
         self._new_batch = new_batch
         self._limits = limits
         self._multiplexed = multiplexed
@@ -136,6 +143,8 @@ class OutputStream:
             batch = self._collect() if self._ready and self._is_due() else None
             if batch is not None:
                 self.writing_since = time.monotonic()
+                if not self.sent_anything and batch.ByteSize() > _LARGE_FIRST_MESSAGE:
+                    await self._open_call()
                 await self._send(batch)
                 self.writing_since, self._sent_at = None, time.monotonic()
                 self.sent_anything = True

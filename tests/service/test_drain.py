@@ -183,7 +183,7 @@ async def test_stop_does_not_fail_a_stream_whose_last_events_are_being_written()
     streams, writing = OpenStreams(), []
     for closed in (True, False):
         stream = OutputStream(
-            send, generation_pb2.GenerateResponse, StreamLimits(), multiplexed=True, pacer=streams.pacer
+            send, go_on.wait, generation_pb2.GenerateResponse, StreamLimits(), multiplexed=True, pacer=streams.pacer
         )
         streams.add(stream)
         output: Any = LastEvent()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -78,6 +79,20 @@ async def test_stalled_write_aborts_the_stream() -> None:
         status = error_status(await end_of(stream))
         assert status.reason == "SLOW_CONSUMER"
         assert "stalled" in status.message
+
+
+@pytest.mark.parametrize("late", [0.0, 1.5])
+async def test_a_first_message_beyond_the_window_hides_no_status(late: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """grpc.aio sends headers with the first message, and while that is stalled no status behind it. late: seconds after
+    the server stopped waiting for its status to be taken."""
+    monkeypatch.setattr("service.status.ABORT_SECONDS", 1.0)
+    async with flooding(StreamLimits(pending_bytes=1 << 40, stall=0.3), tokens_per_step=60_000) as (served, unreading):
+        stream = Stream(unreading)
+        await stream.send(pb.GenerateRequest(start=start(request_id="a")))
+        await until(lambda: served.engine.submitted and served.engine.live_requests == 0)
+        await asyncio.sleep(late)
+        status = error_status(await end_of(stream))
+        assert (status.code, status.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "SLOW_CONSUMER")
 
 
 async def test_single_request_stream_is_aborted_too() -> None:
