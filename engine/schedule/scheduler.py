@@ -114,7 +114,7 @@ class Scheduler:
 
     def _too_late(self, request: GenerationRequest, now: float) -> RequestFailed | None:
         """Refuses what cannot have a token by its deadline: after the prompts that run, or its turn, comes its own."""
-        if request.deadline is None:
+        if request.deadline is None or request.deadline <= now:  # the latter has expired, and is told so
             return None
         own, left = len(request.prompt_token_ids), request.deadline - now
         if self._seconds_to_first_token(own, now) <= left:

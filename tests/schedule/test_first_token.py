@@ -80,6 +80,14 @@ def test_and_its_turn() -> None:
     assert isinstance(answer(loop, "in time", LONG, deadline=11.1), Admitted)
 
 
+def test_a_deadline_that_has_passed_on_the_way_has_expired() -> None:
+    loop = loop_of_ten_tokens_a_second()
+    loop.scheduler.submit(request("late", LONG, deadline=1.0), 2.0)
+    assert loop.scheduler.plan(2.0) is None
+    kinds = [event.kind for event in loop.scheduler.take_events() if isinstance(event, RequestFailed)]
+    assert kinds == [FailureKind.EXPIRED_IN_QUEUE]
+
+
 def test_nobody_is_refused_by_guesses() -> None:
     loop = make_loop(num_blocks=100)
     assert isinstance(answer(loop, "unknown rate", LONG, deadline=0.001), Admitted)
