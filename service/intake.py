@@ -69,6 +69,7 @@ class Intake:
         request, output = self._new_output(generation, pending, on_ready)
         self._replica.live.add(request)
         deadline = _earlier(rpc_deadline, _after(generation.arrival, generation.timeout))
+        request.deadline = deadline
         try:
             self._check_bytes(generation)
             if _text_bytes(generation) <= INLINE_BYTES:

@@ -9,9 +9,12 @@ from engine import EngineClient, Usage
 from service.output import RequestOutput
 from service.pace import Pacer
 from service.quota import Quotas
-from service.status import Failure
+from service.status import Failure, deadline_exceeded
 from service.stream import OutputStream
 from service.tokens import Principal
+
+# The engine says what is past its deadline between two steps. It may be in a long one, or stopped.
+DEADLINE_GRACE = 2.0
 
 
 class LiveRequest:
@@ -24,6 +27,7 @@ class LiveRequest:
         self.client_id = client_id
         self.caller = caller
         self.submitted = False
+        self.deadline: float | None = None  # of `time.monotonic()`
         self.tokenization: asyncio.Task[None] | None = None
         self.output: RequestOutput | None = None
         self._engine = engine
@@ -66,6 +70,13 @@ class LiveRequest:
         elif self.output is not None and not self.output.closed:
             self.output.cancel_unsubmitted()  # nobody else would note its end
 
+    def check_deadline(self, now: float) -> None:
+        """Ends what the engine should have ended by now."""
+        output = self.output
+        if output is None or output.closed or self.deadline is None or now < self.deadline + DEADLINE_GRACE:
+            return
+        output.abandon(deadline_exceeded("the deadline passed while the engine was busy"))
+
     def ended(self) -> None:
         self._requests.remove(self)
 
@@ -103,6 +114,11 @@ class LiveRequests:
             del self._by_client_id[request.client_id]
         usage = request.output.usage_so_far if request.output is not None else Usage()
         self._quotas.end(request.caller, usage.prompt_tokens + usage.completion_tokens)
+
+    def check_deadlines(self, now: float) -> None:
+        """Called now and then. now: `time.monotonic()`."""
+        for request in self:
+            request.check_deadline(now)
 
     def find(self, request_id: str) -> LiveRequest | None:
         """By engine id, or by a client's id if only one live request has it."""

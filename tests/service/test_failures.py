@@ -200,6 +200,25 @@ async def test_expired_in_queue(served: Running) -> None:
     assert status.usage.completion_tokens == 0
 
 
+async def test_a_deadline_is_kept_while_the_engine_stands_still(
+    served: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine says it between two steps only, and no step ends here."""
+    monkeypatch.setattr("service.live.DEADLINE_GRACE", 0.2)
+    served.engine.plan = lambda _: Script(tokens_per_step=2)
+    stream = Stream(served)
+    request = start("hi", request_id="a", scheduling=pb.Scheduling(timeout=Duration(nanos=300_000_000)))
+    await stream.send(pb.GenerateRequest(start=request))
+    await stream.read_until_tokens("a", 2)
+    served.engine.hang()
+    await stream.read_until_ended("a")
+    status = rich_status(stream.logs["a"].failed.status)
+    assert (status.code, status.reason) == (grpc.StatusCode.DEADLINE_EXCEEDED, "DEADLINE_EXCEEDED")
+    assert status.message == "the deadline passed while the engine was busy"
+    assert len(served.server.replica.live) == 0
+    assert served.engine.cancelled
+
+
 async def test_deadline_while_running_is_in_band_with_usage(served: Running) -> None:
     served.engine.step_delay = 0.01
     request = start("hi", request_id="a", scheduling=pb.Scheduling(timeout=Duration(nanos=700_000_000)))
