@@ -51,8 +51,10 @@ def _check_pem(config: SecurityConfig) -> None:
     except ssl.SSLError as error:
         problem = f"no certificate and key in PEM that belong together ({error.reason or error})"
         raise ConfigurationError(f"--tls-cert {config.tls_cert}, --tls-key {config.tls_key}: {problem}") from None
+    if config.client_ca is None:
+        return
     try:
-        context.load_verify_locations(config.client_ca or config.tls_cert)
+        context.load_verify_locations(config.client_ca)
     except ssl.SSLError as error:
         problem = f"no certificate in PEM ({error.reason or error})"
         raise ConfigurationError(f"--tls-client-ca {config.client_ca}: {problem}") from None

@@ -170,7 +170,7 @@ class Residency:
 
     def reads_cache(self, request: GenerationRequest) -> bool:
         """Whether a request's prompt may be found computed."""
-        enabled = self.shares and self.prefix_index is not None
+        enabled = self.prefix_index is not None
         return enabled and not request.cache_bypass and request.prompt_top_logprobs is None
 
     def cached_tokens(self, request: GenerationRequest) -> int:

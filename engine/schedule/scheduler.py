@@ -387,7 +387,9 @@ class Scheduler:
                 break
             if sequence.num_pending or self._waits_for_sibling(sequence):
                 continue
-            if not self._composition.admits(sequence, self._uncomputed(sequence, budget), budget, long):
+            if long is not None and not self._composition.admits(
+                sequence, self._uncomputed(sequence, budget), budget, long
+            ):
                 window = 0 if sequence.preemptions else window - 1
                 continue
             alone = not self._running and not self._arriving

@@ -219,6 +219,20 @@ async def test_a_deadline_is_kept_while_the_engine_stands_still(
     assert served.engine.cancelled
 
 
+@pytest.mark.parametrize("unary", [False, True])
+async def test_a_call_of_one_request_keeps_its_deadline_too(
+    served: Running, monkeypatch: pytest.MonkeyPatch, unary: bool
+) -> None:
+    monkeypatch.setattr("service.live.DEADLINE_GRACE", 0.2)
+    served.engine.hang()
+    request = start("hi", scheduling=pb.Scheduling(timeout=Duration(nanos=100_000_000)))
+    with pytest.raises(aio.AioRpcError) as error:
+        await (run_unary(served, request) if unary else run_stream(served, request))
+    status = error_status(error.value)
+    assert (status.code, status.reason) == (grpc.StatusCode.DEADLINE_EXCEEDED, "DEADLINE_EXCEEDED")
+    assert len(served.server.replica.live) == 0
+
+
 async def test_deadline_while_running_is_in_band_with_usage(served: Running) -> None:
     served.engine.step_delay = 0.01
     request = start("hi", request_id="a", scheduling=pb.Scheduling(timeout=Duration(nanos=700_000_000)))
