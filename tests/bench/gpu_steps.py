@@ -125,7 +125,9 @@ def _prefill_seconds(engine: Engine, count: int) -> float:
 
 def _decode(engine: Engine, name: str, batch: int, ceilings: Ceilings) -> Figures:
     """One step's graph, replayed alone (device time), and the loop's own pace (wall clock) in a steady run."""
-    for request in _requests(batch, STEPS + 40):
+    # The first to have their prompt decode beside the others' prefill, and must not end before the last replay.
+    beside_prefill = -(-batch * CONTEXT // engine.config.max_num_batched_tokens)
+    for request in _requests(batch, beside_prefill + STEPS + 40):
         engine.submit(request)
     while engine.stats.generated_tokens == 0 or engine.stats.queued_requests or not _decoding(engine, batch):
         engine.step()
@@ -137,6 +139,8 @@ def _decode(engine: Engine, name: str, batch: int, ceilings: Ceilings) -> Figure
         engine.step()
     torch.cuda.synchronize()
     wall = (time.perf_counter() - begin) / STEPS
+    if not _decoding(engine, batch):
+        raise RuntimeError(f"not {batch} sequences to the end: the replayed graph would read another step's arrays")
     device = _replay_seconds(engine, batch)
     while engine.has_work:
         engine.step()
