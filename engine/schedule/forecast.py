@@ -28,6 +28,13 @@ def peak_tokens(held: Rows[int], remaining: Rows[int]) -> int:
     return int((sizes + growth).max())
 
 
+def own_tokens(sequence: Sequence, block_size: int, coming: int = 0) -> int:
+    """Room in the blocks that a sequence holds, or will, beside those that others computed, in tokens; `coming`: once it
+    has so many more."""
+    rounded = -(-(sequence.num_tokens + coming) // block_size) * block_size
+    return max(0, rounded - sequence.shared_tokens)
+
+
 @dataclass(slots=True)
 class OutputForecast:
     """Learns how long outputs are. Until a request has ended, and beyond what was learned, a sequence is expected to
@@ -35,7 +42,7 @@ class OutputForecast:
 
     first_guess: int = 512
     mean: float = 0.0
-    observed: int = field(default=0)
+    observed: int = 0
 
     def observe(self, generated: int) -> None:
         self.observed += 1
@@ -63,18 +70,12 @@ class Demand:
 
     def add(self, sequence: Sequence) -> None:
         """Counts a sequence that runs."""
-        self._held.append(self._private(sequence))
+        self._held.append(own_tokens(sequence, self.block_size))
         self._remaining.append(self.forecast.remaining(sequence))
 
     def fits(self, sequence: Sequence) -> bool:
-        """Whether the peak stays within the pool with one more. Until it is admitted, all its tokens count as its
-        own."""
+        """Whether the peak stays within the pool with one more, all of whose tokens count as its own until it is
+        admitted."""
         shared = max(0, self.live - sum(self._held))
-        held = [*self._held, self._rounded(sequence.num_tokens)]
+        held = [*self._held, own_tokens(sequence, self.block_size)]
         return shared + peak_tokens(held, [*self._remaining, self.forecast.remaining(sequence)]) <= self.pool
-
-    def _private(self, sequence: Sequence) -> int:
-        return max(0, self._rounded(sequence.num_tokens) - sequence.shared_tokens)
-
-    def _rounded(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.block_size) * self.block_size

@@ -71,8 +71,7 @@ class Residency:
         if self._checked is not None:
             moves.freed = self._checked.take_freed()
 
-    # -- getting in
-    # ------------------------------------------------------------------------------------------------------
+    # -- getting in ----------------------------------------------------------------------------------------------------
 
     def claim(self, sequence: Sequence, *, alone: bool, watermark: int) -> bool:
         """A slot, and blocks for every token so far and the next; False, with nothing changed, if they are not there.
@@ -102,7 +101,6 @@ class Residency:
             return False
         slot = self._take_slot(sequence)
         host, sequence.swapped_blocks = sequence.swapped_blocks, []
-        sequence.shared_tokens = 0
         device = self.tables.rows[slot, : len(host)].tolist()
         self._moves.back += zip(host, device, strict=True)
         self._swap_space.give_back(host)
@@ -188,8 +186,7 @@ class Residency:
                 return other
         return None
 
-    # -- staying and leaving
-    # ---------------------------------------------------------------------------------------------
+    # -- staying and leaving -------------------------------------------------------------------------------------------
 
     def grow(self, needy: list[tuple[Sequence, int]]) -> bool:
         """Blocks for so many tokens of each sequence; False if they ran out on the way."""
@@ -239,7 +236,7 @@ class Residency:
         blocks = self.tables.rows[sequence.slot, :count].tolist()
         host = self._host_blocks(sequence, blocks)
         self.tables.release_slot(sequence.slot)
-        sequence.slot = NO_SLOT
+        sequence.slot, sequence.shared_tokens = NO_SLOT, 0
         if host is None:
             sequence.num_computed = 0
             return False

@@ -17,7 +17,7 @@ from engine.schedule.counters import Counters
 from engine.schedule.deadlines import Deadlines
 from engine.schedule.finish import finish_after
 from engine.schedule.first_token import TELLING_TOKENS, PrefillBound, common_tokens
-from engine.schedule.forecast import Demand, OutputForecast
+from engine.schedule.forecast import Demand, OutputForecast, own_tokens
 from engine.schedule.live_requests import LiveRequests
 from engine.schedule.plan import ScheduledSequence, StepOutcome, StepPlan
 from engine.schedule.policy import Policy, PriorityWithAgeing
@@ -156,6 +156,7 @@ class Scheduler:
             return
         sequence = group.sequences[candidate]
         if sequence.phase is not Phase.FINISHED:
+            self._outputs.observe(sequence.num_generated)
             self._end(sequence, CandidateFinish(FinishReason.STOP))
             self._finish_group_if_done(group, now)
 
@@ -302,13 +303,16 @@ class Scheduler:
         """Brings `queue_delay` up to date. Until a first output has ended, how long they are is not known and counts as
         nothing, so that nobody is refused by guesses."""
         tables, known = self.tables, self._outputs.observed > 0
+        allocator, size = tables.allocator, tables.block_size
 
         def need(sequence: Sequence) -> Need:
             remaining = self._outputs.remaining(sequence) if known else 0
-            return Need(tables.blocks_for(sequence.num_tokens + remaining), sequence.num_uncomputed, remaining)
+            return Need(own_tokens(sequence, size, remaining) // size, sequence.num_uncomputed, remaining)
 
-        running = [need(sequence) for sequence in self._running + self._arriving]
-        free = tables.allocator.num_blocks - sum(item.blocks for item in running)
+        resident = self._running + self._arriving
+        running = [need(sequence) for sequence in resident]
+        shared = max(0, allocator.num_live - sum(own_tokens(sequence, size) for sequence in resident) // size)
+        free = allocator.num_blocks - shared - sum(item.blocks for item in running)
         waiting = [need(sequence) for sequence in self._waiting]
         self.queue_delay = queue_delay(running, waiting, tables.num_free_slots, free, pace)
 

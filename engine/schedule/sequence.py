@@ -63,7 +63,7 @@ class Sequence:
     skips: int = 0  # how often a later sequence was admitted before this one for want of blocks
     swapped_blocks: list[int] = field(default_factory=list)  # host blocks that hold the first `num_computed` tokens
     arrival_step: int = 0  # while arriving: the step whose moves bring it back
-    shared_tokens: int = 0  # of its tokens, those whose blocks others computed when it was admitted
+    shared_tokens: int = 0  # while it runs: of its tokens, those whose blocks others computed when it was admitted
     chain: Chain | None = None  # how far its blocks are published in the prefix cache; None: not at all, ever
     finish: CandidateFinish | None = None
     counts: TokenCounts | None = None  # made when a penalty first asks for it

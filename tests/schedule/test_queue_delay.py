@@ -80,3 +80,35 @@ def test_what_expired_before_its_first_plan_is_never_computed() -> None:
     failures = [event for event in loop.scheduler.take_events() if isinstance(event, RequestFailed)]
     assert [event.kind for event in failures] == [FailureKind.EXPIRED_IN_QUEUE]
     assert loop.scheduler.counters.computed_tokens == 0
+
+
+def test_blocks_that_running_requests_share_count_once() -> None:
+    """Six that would need more than the pool, each with a copy of the prompt, leave room in it: nobody waits for it."""
+    loop = make_loop(num_blocks=40, prefix_caching=True, max_batched_tokens=64)
+    scheduler, prompt = loop.scheduler, list(range(32))
+    scheduler.submit(request("first", prompt, 8), 0.0)
+    run_to_end(loop)
+    for index in range(6):
+        scheduler.submit(request(str(index), [*prompt, 100 + index], 8), 0.0)
+    loop.step()
+    assert scheduler.num_running_requests == 6
+    scheduler.estimate_delay(PACE)
+    assert scheduler.queue_delay == 0.0
+    scheduler.submit(request("hopeless", [7] * 70, 8), 0.0)
+    scheduler.estimate_delay(PACE)
+    assert scheduler.queue_delay > 0.0
+
+
+def test_outputs_that_end_by_a_stop_string_are_learned_from() -> None:
+    """Their text met it outside of the scheduler."""
+    loop = make_loop(num_blocks=40, max_num_seqs=1)
+    scheduler = loop.scheduler
+    scheduler.submit(request("first", [1] * 8, 100), 0.0)
+    for _ in range(5):
+        loop.step()
+    scheduler.stop_candidate("first", 0, 0.0)
+    for index in range(2):
+        scheduler.submit(request(str(index), [index] * 8, 100), 0.0)
+    loop.step()
+    scheduler.estimate_delay(Pace(step_seconds=1.0))
+    assert 5.0 <= scheduler.queue_delay <= 12.0
