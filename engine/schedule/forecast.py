@@ -29,8 +29,8 @@ def peak_tokens(held: Rows[int], remaining: Rows[int]) -> int:
 
 
 def own_tokens(sequence: Sequence, block_size: int, coming: int = 0) -> int:
-    """Room in the blocks that a sequence holds, or will, beside those that others computed, in tokens; `coming`: once it
-    has so many more."""
+    """Room in the blocks that a sequence holds or will hold, less those that others computed, in tokens; `coming`: once
+    it has so many more."""
     rounded = -(-(sequence.num_tokens + coming) // block_size) * block_size
     return max(0, rounded - sequence.shared_tokens)
 

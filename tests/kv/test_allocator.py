@@ -134,6 +134,11 @@ def test_a_taken_key_stays_with_its_first_holder(kind: AllocatorKind) -> None:
     assert allocator.publish(2, 5) == 1
     allocator.release([2])
     assert counts(allocator) == (2, 0, 1)  # 2 was not published, so it is free, not cached
+    assert allocator.find(5) == 1
+    assert sorted(allocator.allocate(2)) == [2, 3]  # whoever has its block now does not have its key
+    assert (allocator.find(5), allocator.ref_count(1)) == (1, 1)
+    allocator.release([1])
+    assert (counts(allocator), allocator.find(5)) == ((0, 1, 2), 1)
 
 
 def test_publish_refuses_what_it_cannot_keep(kind: AllocatorKind) -> None:

@@ -131,7 +131,8 @@ class StreamRunner:
             for position in range(entry.start, entry.start + entry.count):
                 self._cells[places[position]] = known[position] if position < len(known) else self._last_token[name]
             if entry.samples:
-                self._last_token[name] = next_token([int(self._cells[place]) for place in places])
+                context = [int(self._cells[place]) for place in places]
+                self._last_token[name] = next_token(context, entry.sequence.candidate)
                 tokens.append(self._last_token[name])
 
         self.streams.compute(run)

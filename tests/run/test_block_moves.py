@@ -224,7 +224,7 @@ def test_tokens_are_those_of_a_run_alone_in_any_order_of_two_streams(seed: int) 
     for item in requests:
         for candidate in range(item.sampling.n):
             tokens = tokens_of(events, item.request_id, candidate)
-            whole = expected(item.prompt_token_ids, item.stop.max_tokens or 0)
+            whole = expected(item.prompt_token_ids, item.stop.max_tokens or 0, candidate=candidate)
             assert tokens == (whole[: len(tokens)] if item.request_id in cancelled else whole)
 
 

@@ -1,4 +1,5 @@
-"""A model without weights: the next token is a function of all tokens before it, as a real model's is."""
+"""A model without weights: the next token is a function of all tokens before it, as a real model's is, and of the
+candidate, as with a seed of its own."""
 
 from __future__ import annotations
 
@@ -27,8 +28,8 @@ VOCABULARY = 1000
 Cells = dict[tuple[int, int], int]
 
 
-def next_token(token_ids: list[int]) -> int:
-    return zlib.crc32(array("i", token_ids)) % VOCABULARY
+def next_token(token_ids: list[int], candidate: int) -> int:
+    return (zlib.crc32(array("i", token_ids)) + candidate) % VOCABULARY
 
 
 class FakePending:
@@ -86,7 +87,7 @@ class FakeRunner:
             if entry.samples:
                 stop = entry.start + entry.count
                 context = [self._cells[row[p // size], p % size] for p in range(stop)]
-                tokens.append(next_token(context))
+                tokens.append(next_token(context, entry.sequence.candidate))
                 self._last_token[id(entry.sequence)] = tokens[-1]
         return FakePending(StepOutcome(tokens))
 
@@ -134,11 +135,11 @@ def request(name: str, prompt: list[int], max_tokens: int | None = 8, **fields: 
     return GenerationRequest(name, prompt, stop=stop, **fields)  # type: ignore[arg-type]
 
 
-def expected(prompt: list[int], max_tokens: int, eos: frozenset[int] = frozenset()) -> list[int]:
-    """What a request gives when it runs alone, by definition."""
+def expected(prompt: list[int], max_tokens: int, eos: frozenset[int] = frozenset(), candidate: int = 0) -> list[int]:
+    """What a request's candidate gives when it runs alone, by definition."""
     checksum, tokens = zlib.crc32(array("i", prompt)), []
     while len(tokens) < max_tokens:
-        tokens.append(checksum % VOCABULARY)
+        tokens.append((checksum + candidate) % VOCABULARY)
         checksum = zlib.crc32(array("i", tokens[-1:]), checksum)
         if tokens[-1] in eos:
             break

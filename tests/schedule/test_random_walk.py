@@ -98,7 +98,7 @@ class Walk:
         assert ends[0].timing.preemptions <= 60
         for candidate in range(request.sampling.n):
             tokens = tokens_of(events, name, candidate)
-            whole = expected(request.prompt_token_ids, request.stop.max_tokens or 0)
+            whole = expected(request.prompt_token_ids, request.stop.max_tokens or 0, candidate=candidate)
             assert tokens == (whole[: len(tokens)] if name in self.touched else whole)
         self.touched.discard(name)
 

@@ -24,12 +24,20 @@ def prompt(length: int, start: int = 0) -> list[int]:
 
 
 @pytest.mark.parametrize("lookahead", [False, True])
+@pytest.mark.parametrize("beside", [0, 1, 3])
 @pytest.mark.parametrize("budget", [*range(1, 41), 100])
-def test_chunk_size_does_not_change_tokens(budget: int, lookahead: bool) -> None:
-    loop = make_loop(num_blocks=40, max_batched_tokens=budget, lookahead=lookahead)
-    loop.scheduler.submit(request("a", prompt(37), 10), 0.0)
-    events = run_to_end(loop)
-    assert tokens_of(events, "a") == expected(prompt(37), 10)
+def test_chunk_size_does_not_change_tokens(budget: int, beside: int, lookahead: bool) -> None:
+    """Of a prompt that runs alone, or in steps with others' decodes."""
+    loop = make_loop(num_blocks=80, max_batched_tokens=budget, lookahead=lookahead)
+    outputs = {str(index): 40 for index in range(beside)} | {"a": 10}
+    prompts = {str(index): prompt(2, index + 1) for index in range(beside)} | {"a": prompt(37)}
+    events = []
+    for name, count in outputs.items():
+        loop.scheduler.submit(request(name, prompts[name], count), 0.0)
+        events += loop.step().events
+    events += run_to_end(loop)
+    for name, count in outputs.items():
+        assert tokens_of(events, name) == expected(prompts[name], count)
     loop.scheduler.check_idle()
 
 
@@ -203,7 +211,7 @@ def test_stop_candidate_ends_one_of_several() -> None:
     loop.scheduler.stop_candidate("b", 0, 0.0)
     events += run_to_end(loop)
     assert tokens_of(events, "a", 0) == expected(prompt(5), 2)
-    assert tokens_of(events, "a", 1) == expected(prompt(5), 10)
+    assert tokens_of(events, "a", 1) == expected(prompt(5), 10, candidate=1)
     assert len(finished(events, "a")) == 1
     loop.scheduler.check_idle()
 

@@ -7,7 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.config import AllocatorKind, PreemptionMode
+from engine.kv.allocator import make_allocator
+from engine.kv.prefix_index import PrefixIndex
 from engine.loop import StepLoop
+from engine.schedule.counters import Counters
 from engine.schedule.forecast import OutputForecast, peak_tokens
 from engine.schedule.policy import PriorityWithAgeing
 from engine.types import Event, GenerationRequest, SamplingParameters, StopCriteria, TokensGenerated
@@ -74,6 +77,27 @@ def test_colliding_hashes_never_give_wrong_tokens(bits: int) -> None:
             assert tokens_of(events, name) == expected(prompt, 5)
 
 
+def test_colliding_hashes_never_share_between_salts_or_behind_other_prefixes() -> None:
+    """One hash for everything: only what equals in salt, tokens and all that precedes them is found."""
+    loop = make_loop(num_blocks=30, prefix_caching=True, hash_function=lambda data: 5)
+    run(loop, request("a", [1, 2, 3, 4, 9], 1, cache_salt="tenant"))
+    assert cached(run(loop, request("b", [1, 2, 3, 4, 9], 1, cache_salt="other")), "b") == 0
+    assert cached(run(loop, request("c", [1, 2, 3, 5, 9], 1, cache_salt="tenant")), "c") == 0
+    assert cached(run(loop, request("d", [1, 2, 3, 4, 8], 1, cache_salt="tenant")), "d") == 4
+    # The block of [1, 2, 3, 4] has the one key, also as a second block behind itself.
+    assert cached(run(loop, request("e", [1, 2, 3, 4, 1, 2, 3, 4, 9], 1, cache_salt="tenant")), "e") == 4
+
+
+def test_salt_and_tokens_are_hashed_apart() -> None:
+    """No salt spells another's beginning of tokens: the hash is told where the salt ends."""
+    hashed: list[bytes] = []
+    index = PrefixIndex(make_allocator(AllocatorKind.NATIVE, 4), 4, lambda data: hashed.append(data) or 0)
+    for salt in ("a", "ab", "", "\0"):
+        index.start(salt)
+    assert len(set(hashed)) == 4
+    assert not any(a != b and b.startswith(a) for a in hashed for b in hashed)
+
+
 def test_full_churn_leaves_no_phantom_hits() -> None:
     loop = make_loop(num_blocks=10, prefix_caching=True)
     first = list(range(16))
@@ -105,7 +129,7 @@ def test_candidates_share_the_prompts_blocks(length: int, caching: bool, lookahe
     item = request("a", prompt, 9, sampling=SamplingParameters(n=4))
     events = run(loop, item)
     for candidate in range(4):
-        assert tokens_of(events, "a", candidate) == expected(prompt, 9)
+        assert tokens_of(events, "a", candidate) == expected(prompt, 9, candidate=candidate)
     computed = loop.scheduler.counters.computed_tokens
     # The prompt once, its last token once more for each other candidate, then the outputs.
     assert computed <= length + 3 + 4 * 8 + (4 if lookahead else 0)
@@ -160,27 +184,41 @@ def test_company_sharing_and_moves_do_not_matter(
     )
     for name, prompt, count, candidates in requests:
         for candidate in range(candidates):
-            assert tokens_of(events, name, candidate) == expected(prompt, count)
+            assert tokens_of(events, name, candidate) == expected(prompt, count, candidate=candidate)
 
 
-@pytest.mark.parametrize("lookahead", [False, True])
-@pytest.mark.parametrize("swap_blocks", [0, 1, 6, 7, 100])
-def test_swap_falls_back_to_recompute_and_ends_empty(swap_blocks: int, lookahead: bool) -> None:
-    """No space, one block, about enough, plenty: every request gets its tokens, the host pool is empty after."""
+def run_in_a_tight_pool(swap_blocks: int, lookahead: bool) -> tuple[Counters, int]:
+    """Four requests in a pool for one and a half: what the scheduler did, and the most blocks that were swapped."""
     loop = make_loop(
         num_blocks=12, swap_blocks=swap_blocks, mode=PreemptionMode.SWAP, max_batched_tokens=64, lookahead=lookahead
     )
     prompts = [[index * 50 + position for position in range(8)] for index in range(4)]
-    events = run(loop, *(request(str(index), prompt, 24) for index, prompt in enumerate(prompts)))
+    for index, prompt in enumerate(prompts):
+        loop.scheduler.submit(request(str(index), prompt, 24), 0.0)
+    swap, events, most = loop.scheduler.residency.swap, [], 0
+    while loop.has_work:
+        events += loop.step().events
+        most = max(most, swap.num_used if swap is not None else 0)
     for index, prompt in enumerate(prompts):
         assert tokens_of(events, str(index)) == expected(prompt, 24)
-    counters = loop.scheduler.counters
-    assert counters.preemptions > 0
-    if swap_blocks == 0:
-        assert counters.swaps == 0
-    if swap_blocks == 100:
-        assert counters.swaps == counters.preemptions
-        assert counters.computed_tokens <= 4 * 31 + counters.preemptions + 4  # nothing is computed twice
+    loop.scheduler.check_idle()
+    assert loop.scheduler.counters.preemptions > 0
+    return loop.scheduler.counters, most
+
+
+@pytest.mark.parametrize("lookahead", [False, True])
+def test_swap_falls_back_to_recompute_and_ends_empty(lookahead: bool) -> None:
+    """No space, one block, too few by one, exactly enough, plenty: every request gets its tokens, the host pool is
+    empty after."""
+    plenty, enough = run_in_a_tight_pool(100, lookahead)
+    assert plenty.swaps == plenty.preemptions
+    assert plenty.computed_tokens <= 4 * 31 + plenty.preemptions + 4  # nothing is computed twice
+    assert run_in_a_tight_pool(enough, lookahead) == (plenty, enough)
+    one_less, most = run_in_a_tight_pool(enough - 1, lookahead)
+    assert 0 < one_less.swaps < one_less.preemptions
+    assert most < enough
+    for too_few in (0, 1):
+        assert run_in_a_tight_pool(too_few, lookahead)[0].swaps == 0
 
 
 @pytest.mark.parametrize("lookahead", [False, True])
@@ -203,13 +241,13 @@ def test_preempted_at_every_length_around_a_block_boundary(
     loop.scheduler.submit(request("other", [500, 501], 20), 0.0)
     loop.scheduler.submit(request("victim", [7, 8], 20), 0.0)
     events = []
-    for _ in range(2):
+    for again in range(2):
         while True:
             running = [s for s in loop.scheduler._running if s.group.request_id == "victim"]
             if running and running[0].num_tokens >= length:
                 break
             events += loop.step().events
-        assert running[0].num_tokens in (length, length + 1, length + 2)
+        assert running[0].num_tokens == length + again
         preempt(loop, "victim")
     events += run_to_end(loop)
     assert tokens_of(events, "victim") == expected([7, 8], 20)

@@ -14,7 +14,7 @@ from engine.loop import StepLoop
 from engine.schedule.forecast import OutputForecast
 from engine.schedule.scheduler import Scheduler
 from engine.types import Event, GenerationRequest, RequestFinished, StopCriteria
-from tests.schedule.fake_model import expected, make_loop, request, run_to_end, tokens_of
+from tests.schedule.fake_model import expected, finished, make_loop, request, run_to_end, tokens_of
 
 MOST_PREEMPTIONS = 6
 MOST_SMALL = 16  # tokens of a prompt, and of an output
@@ -190,3 +190,22 @@ def test_an_endless_stream_of_higher_priority_delays_by_its_worth_only() -> None
         served = bool(tokens_of(loop.step().events, "low"))
         now += 0.5
     assert 10.0 <= now <= 11.0
+
+
+@pytest.mark.parametrize("mode", [PreemptionMode.SWAP, PreemptionMode.RECOMPUTE])
+def test_who_had_to_yield_to_more_important_ones_ends_while_they_keep_coming(mode: PreemptionMode) -> None:
+    """One a step, and each has ten seconds of precedence: the one that yields to them waits for those of its first ten
+    seconds, which run two at a time at least."""
+    loop = make_loop(num_blocks=12, swap_blocks=50, mode=mode, max_num_seqs=4, max_batched_tokens=64)
+    prompt, seconds_a_step, before = list(range(8)), 0.5, 20
+    loop.scheduler.submit(request("low", prompt, 24), 0.0)
+    events: list[Event] = []
+    for step in count():
+        high = GenerationRequest(f"high{step}", [50 + step] * 5, stop=StopCriteria(max_tokens=5), priority=1)
+        loop.scheduler.submit(high, seconds_a_step * step)
+        events += loop.step().events
+        if finished(events, "low"):
+            break
+        assert step < before * 5 // 2 + 24, "starved"
+    assert finished(events, "low")[0].timing.preemptions > 0
+    assert tokens_of(events, "low") == expected(prompt, 24)
