@@ -93,7 +93,6 @@ def test_the_follower_knows_what_the_cache_holds(seed: int) -> None:
                 assert follower.known == truth(loop)
     assert follower.next_start is None
     assert removed > 0
-    assert follower.known
 
 
 def test_nothing_is_noted_while_nobody_follows() -> None:
