@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import json
 import random
 import shutil
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 from engine import load_tokenizer
 from engine.config import AllocatorKind, EngineConfig, LoadFormat, PreemptionMode
-from engine.engine import Engine
+from engine.engine import Engine, GenerationResult
 from engine.errors import ConfigurationError, EngineError
+from engine.schedule.composition import MixedSteps
 from engine.types import FailureKind, GenerationRequest, SamplingParameters, StopCriteria
 from tests.model.demo_peer import demo_peer
 from tests.model.tiny import write_tiny_model
@@ -121,6 +125,50 @@ def test_chunk_size_does_not_change_tokens(tiny: Path, budget: int) -> None:
     assert [result.token_ids for result in chunked.generate(requests)] == expected
 
 
+def told(result: GenerationResult) -> str:
+    """All that a client learns of the outcome, floats to the bit."""
+    assert result.failure is None
+    return repr(result.candidates)
+
+
+def test_any_chunk_beside_a_decode_gives_the_same_scores(tiny: Path) -> None:
+    prompt, shared = [3 + 11 * index % 400 for index in range(37)], engine(tiny, enable_prefix_caching=False)
+    scored = msgspec.structs.replace(request("scored", prompt, 2), top_logprobs=3)
+    expected = told(shared.generate([scored])[0])
+    for budget in range(1, 41):
+        scheduler = shared.scheduler
+        scheduler.limits = dataclasses.replace(scheduler.limits, max_batched_tokens=budget)
+        scheduler._composition = MixedSteps(budget)
+        assert told(shared.generate([request("beside", [9, 8], 12), scored])[1]) == expected, budget
+
+
+@pytest.mark.parametrize("length", [4, 5, 7, 8, 9, 12])
+def test_a_prompt_found_whole_gives_the_scores_of_a_cold_run(tiny: Path, length: int) -> None:
+    """Its last token is computed at least, and the blocks are right for whoever finds them next."""
+    item = msgspec.structs.replace(request("a", [3 + 13 * index for index in range(length)], 9), top_logprobs=3)
+    expected = told(engine(tiny, enable_prefix_caching=False).generate([item])[0])
+    shared = engine(tiny, allocator=AllocatorKind.CHECKED)
+    for found in (0, 1, 1):
+        result = shared.generate([item])[0]
+        assert told(result) == expected
+        assert result.usage.cached_prompt_tokens == found * min(length // 4 * 4, length - 1)
+
+
+def test_prompts_about_as_long_as_a_block_in_pairs(tiny: Path) -> None:
+    """3, 4 and 5 tokens in blocks of 4, with so many in common, one after the other and together."""
+    requests: list[GenerationRequest] = []
+    for pair, (first, second, common) in enumerate(itertools.product((3, 4, 5), repeat=3)):
+        begin = 5 + 16 * pair
+        other = [*range(begin, begin + common), *range(begin + 8, begin + 12)][:second]
+        requests += [request(f"{pair}a", [*range(begin, begin + first)], 10), request(f"{pair}b", other, 10)]
+    golden = {result.request_id: result.token_ids for result in engine(tiny, enable_prefix_caching=False).generate(requests)}
+    for batches in ([requests[::2], requests[1::2], requests], [requests, requests]):
+        shared = engine(tiny, kv_cache_tokens=2000, allocator=AllocatorKind.CHECKED)
+        for batch in batches:
+            assert all(result.token_ids == golden[result.request_id] for result in shared.generate(batch))
+        assert shared.stats.cached_prompt_tokens > 27 * 3
+
+
 def test_seed_does_not_depend_on_company(tiny: Path) -> None:
     seeded = request("seeded", [5, 6, 7, 8], 20, SamplingParameters(temperature=1.2, seed=42))
     alone = engine(tiny).generate([seeded])[0].token_ids
@@ -130,13 +178,18 @@ def test_seed_does_not_depend_on_company(tiny: Path) -> None:
     assert engine(tiny).generate([*unseeded, seeded])[-1].token_ids == alone
 
 
-def test_candidates_differ_and_are_reproducible_as_a_set(tiny: Path) -> None:
-    item = request("a", [5, 6, 7, 8], 12, SamplingParameters(temperature=1.2, seed=9, n=4))
+def test_candidates_differ_and_are_those_of_their_seeds_alone(tiny: Path) -> None:
+    """They share the prompt's blocks, and each writes its own output behind it."""
+    prompt = [5, 6, 7, 8, 9, 10]
+    item = request("a", prompt, 12, SamplingParameters(temperature=1.2, seed=9, n=4))
     first, second = engine(tiny).generate([item])[0], engine(tiny).generate([item])[0]
     tokens = [tuple(candidate.token_ids) for candidate in first.candidates]
     assert len(set(tokens)) == 4
     assert tokens == [tuple(candidate.token_ids) for candidate in second.candidates]
     assert first.usage.completion_tokens == 48
+    for index, candidate in enumerate(tokens):
+        alone = request("a", prompt, 12, SamplingParameters(temperature=1.2, seed=9 + index))
+        assert tuple(engine(tiny).generate([alone])[0].token_ids) == candidate
 
 
 def test_offline_batches_keep_their_order_twice(tiny: Path) -> None:
@@ -156,6 +209,16 @@ def test_ids_outside_the_vocabulary_are_refused_and_others_go_on(tiny: Path) -> 
     assert (results[0].failure.kind, results[0].failure.field) == (FailureKind.INVALID, "prompt.token_ids")
     assert len(results[1].token_ids) == 4
     shared.scheduler.check_idle()
+
+
+def test_an_empty_prompt_is_refused_and_others_go_on(tiny: Path) -> None:
+    shared = engine(tiny)
+    golden = shared.generate([request("canary", [1, 2, 3], 5)])[0].token_ids
+    empty, canary = shared.generate([request("empty", [], 4), request("canary", [1, 2, 3], 5)])
+    assert empty.failure is not None
+    assert (empty.failure.kind, empty.failure.field) == (FailureKind.INVALID, "prompt")
+    assert canary.token_ids == golden
+    assert shared.generate([request("canary", [1, 2, 3], 5)])[0].token_ids == golden
 
 
 def test_a_failing_step_fails_its_requests_and_the_engine_goes_on(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -307,6 +370,10 @@ def test_ids_that_pad_the_vocabulary_are_never_sampled(tmp_path: Path) -> None:
     )
     assert all(token < 512 for result in results for token in result.token_ids)
     assert all(len(result.token_ids) == 10 for result in results)
+    biased = SamplingParameters(temperature=0.0, logit_bias={600: 100.0})
+    refused = padded.generate([request("biased", [5, 6], 10, biased)])[0].failure
+    assert refused is not None
+    assert (refused.kind, refused.field) == (FailureKind.INVALID, "sampling.logit_bias")
 
 
 @pytest.mark.slow
