@@ -161,7 +161,9 @@ def test_prompts_about_as_long_as_a_block_in_pairs(tiny: Path) -> None:
         begin = 5 + 16 * pair
         other = [*range(begin, begin + common), *range(begin + 8, begin + 12)][:second]
         requests += [request(f"{pair}a", [*range(begin, begin + first)], 10), request(f"{pair}b", other, 10)]
-    golden = {result.request_id: result.token_ids for result in engine(tiny, enable_prefix_caching=False).generate(requests)}
+    golden = {
+        result.request_id: result.token_ids for result in engine(tiny, enable_prefix_caching=False).generate(requests)
+    }
     for batches in ([requests[::2], requests[1::2], requests], [requests, requests]):
         shared = engine(tiny, kv_cache_tokens=2000, allocator=AllocatorKind.CHECKED)
         for batch in batches:

@@ -12,7 +12,15 @@ from transformers import AutoModelForCausalLM
 from engine.engine import Engine
 from engine.run.runner import EagerRunner, FinishedStep
 from engine.schedule.plan import StepOutcome, StepPlan
-from engine.types import FailureKind, FinishReason, GenerationRequest, SamplingParameters, StopCriteria
+from engine.types import (
+    FailureKind,
+    FinishReason,
+    GenerationRequest,
+    RequestFinished,
+    SamplingParameters,
+    StopCriteria,
+    TokensGenerated,
+)
 from tests.model.tiny import write_tiny_model
 from tests.test_engine import GREEDY, engine, request
 
@@ -129,7 +137,6 @@ def test_min_tokens_keeps_the_end_back_and_no_longer(shared: Engine) -> None:
 
 
 def test_ignore_eos_runs_through_every_eos_and_still_honours_stop_ids(tiny: Path) -> None:
-    """B38."""
     local = engine(tiny)
     eos = sorted(local.info.eos_token_ids)
     assert eos
@@ -148,7 +155,6 @@ def test_ignore_eos_runs_through_every_eos_and_still_honours_stop_ids(tiny: Path
 
 
 def test_a_seed_draws_the_same_in_any_company_and_slot_and_through_preemption(tiny: Path, shared: Engine) -> None:
-    """B35."""
     seeded = request("seeded", PROMPT, 24, SamplingParameters(temperature=1.2, seed=42, presence_penalty=0.3))
     alone = shared.generate([seeded])[0].token_ids
     for seed in (None, 42):
@@ -158,13 +164,17 @@ def test_a_seed_draws_the_same_in_any_company_and_slot_and_through_preemption(ti
         ]
         assert shared.generate([seeded, *others])[0].token_ids == alone
         assert shared.generate([*others, seeded])[-1].token_ids == alone
-        small = engine(tiny, kv_cache_tokens=96)
-        assert small.generate([*others, seeded])[-1].token_ids == alone
-        assert small.stats.preemptions > 0
+        small, events = engine(tiny, kv_cache_tokens=96), []
+        for item in [*others, seeded]:
+            small.submit(item)
+        while small.has_work:
+            events += [event for event in small.step().events if event.request_id == "seeded"]
+        assert [token for event in events if isinstance(event, TokensGenerated) for token in event.token_ids] == alone
+        assert isinstance(events[-1], RequestFinished)
+        assert events[-1].timing.preemptions > 0
 
 
 def test_penalties_do_not_leak_to_neighbours(shared: Engine) -> None:
-    """B33."""
     a = request("a", PROMPT, 20, SamplingParameters(temperature=0.0, repetition_penalty=2.0))
     b = request("b", PROMPT, 20)
     alone = [shared.generate([item])[0].token_ids for item in (a, b)]
@@ -174,18 +184,19 @@ def test_penalties_do_not_leak_to_neighbours(shared: Engine) -> None:
 
 
 def test_top_k_on_and_off_in_one_batch(shared: Engine) -> None:
-    """B30."""
+    """Off, by 0 and by all of the vocabulary or more, beside some of it."""
     items = [
         request(str(k), PROMPT, 12, SamplingParameters(temperature=1.0, seed=3, top_k=k))
-        for k in (0, 1, 64, 511, 10**9)
+        for k in (0, 1, 64, 511, 512, 10**9)
     ]
     alone = [shared.generate([item])[0].token_ids for item in items]
     assert [result.token_ids for result in shared.generate(items)] == alone
-    assert alone[0] == alone[4]
+    assert alone[0] == alone[4] == alone[5]
+    assert alone[1] == shared.generate([request("greedy", PROMPT, 12)])[0].token_ids
 
 
 def test_top_p_at_its_ends(shared: Engine) -> None:
-    """B31: 0 keeps the likeliest token, 1 keeps all."""
+    """0 keeps the likeliest token, 1 keeps all."""
     greedy = shared.generate([request("a", PROMPT, 8)])[0].token_ids
     free = shared.generate([request("a", PROMPT, 8, SamplingParameters(seed=1))])[0].token_ids
     for top_p, expected in ((0.0, greedy), (1e-12, greedy), (1.0, free)):
@@ -194,23 +205,25 @@ def test_top_p_at_its_ends(shared: Engine) -> None:
 
 
 def test_without_a_seed_candidates_and_requests_differ(shared: Engine) -> None:
-    """B36, B35."""
     items = [request(str(i), PROMPT, 12, SamplingParameters(temperature=1.2, n=8)) for i in range(2)]
     found = [tuple(c.token_ids) for result in shared.generate(items[:1]) for c in result.candidates]
     found += [tuple(c.token_ids) for result in shared.generate(items[1:]) for c in result.candidates]
     assert len(set(found)) == 16
 
 
-def test_tiny_temperatures_are_greedy(shared: Engine) -> None:
-    """B29."""
+def test_tiny_temperatures_are_greedy_and_huge_ones_draw(shared: Engine) -> None:
     greedy = shared.generate([request("a", PROMPT, 8)])[0].token_ids
-    for temperature in (1e-9, 1e-6):
+    for temperature in (1e-9, 1e-6, 1e-4):
         item = request("a", PROMPT, 8, SamplingParameters(temperature=temperature, seed=1))
         assert shared.generate([item])[0].token_ids == greedy
+    hot = [request(str(seed), PROMPT, 8, SamplingParameters(temperature=1e4, seed=seed)) for seed in (1, 2)]
+    drawn = [result.token_ids for result in shared.generate(hot)]
+    assert drawn[0] != drawn[1]
+    assert len(drawn[0]) == len(drawn[1]) == 8
 
 
 def test_candidates_go_on_when_one_ends(shared: Engine) -> None:
-    """B36: eight seeds, eight streams; a stop token ends its own candidate only."""
+    """Eight seeds, eight streams; a stop token ends its own candidate only."""
     item = request("a", PROMPT, 12, SamplingParameters(temperature=1.2, seed=77, n=8))
     free = [candidate.token_ids for candidate in shared.generate([item])[0].candidates]
     assert len({tuple(tokens) for tokens in free}) == 8
@@ -250,29 +263,31 @@ def test_impossible_parameters_are_named_and_others_go_on(
     shared: Engine, sampling: SamplingParameters, stop: StopCriteria, field: str
 ) -> None:
     bad, good = GenerationRequest("bad", PROMPT, sampling, stop), request("good", PROMPT, 4)
+    golden = shared.generate([good])[0].token_ids
     results = shared.generate([bad, good])
     assert results[0].failure is not None
     assert (results[0].failure.kind, results[0].failure.field) == (FailureKind.INVALID, field)
-    assert len(results[1].token_ids) == 4
+    assert results[1].token_ids == golden
     shared.scheduler.check_idle()
 
 
 @pytest.mark.parametrize(("length", "tokens"), [(126, 2), (127, 1)])
 def test_the_longest_prompts_give_what_fits(shared: Engine, length: int, tokens: int) -> None:
-    """B39: a context of 128. One token of output is the least."""
+    """A context of 128. One token of output is the least."""
     prompt = [3 + index % 400 for index in range(length)]
     result = shared.generate([request("a", prompt, 2**31)])[0]
     assert len(result.token_ids) == tokens
-    refused = shared.generate([request("b", [*prompt, *[4] * (128 - length)], 1)])[0].failure
-    assert refused is not None
-    assert refused.kind is FailureKind.PROMPT_TOO_LONG
-    assert refused.details["max_prompt_tokens"] == "127"
+    assert shared.generate([request("one", prompt, 1)])[0].token_ids == result.token_ids[:1]
+    for too_long in (128, 129):
+        refused = shared.generate([request("b", [*prompt, *[4] * (too_long - length)], 1)])[0].failure
+        assert refused is not None
+        assert refused.kind is FailureKind.PROMPT_TOO_LONG
+        assert (refused.details["prompt_tokens"], refused.details["max_prompt_tokens"]) == (str(too_long), "127")
 
 
 def test_blocks_of_a_request_with_non_finite_logits_are_never_found(
     tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """B41."""
     local = engine(tiny)
     decoder = local.model.decoder
     original = decoder.logits
@@ -286,7 +301,6 @@ def test_blocks_of_a_request_with_non_finite_logits_are_never_found(
 
 
 def test_usage_counts_tokens_that_have_no_text(shared: Engine) -> None:
-    """B42."""
     sampling = SamplingParameters(temperature=0.0, allowed_token_ids=sorted(shared.info.eos_token_ids))
     result = shared.generate([request("a", PROMPT, 9, sampling)])[0]
     assert result.usage.completion_tokens == 9

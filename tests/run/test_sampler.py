@@ -125,10 +125,17 @@ def test_draws_follow_what_transformers_would_sample_from(
         assert statistic <= max(limit, 1e-9)
 
 
-@pytest.mark.parametrize("top_p", [1e-12, 0.5, 0.9999999])
+@pytest.mark.parametrize("top_p", [0.0, 1e-12, 0.5, 0.9999999, 1.0])
 def test_top_p_over_a_large_uniform_vocabulary(top_p: float) -> None:
-    token = draw(torch.zeros(151_936), SamplingParameters(top_p=top_p))
-    assert 0 <= token < 151_936
+    """Equals stay together, so all are kept; of one that is a little likelier the smallest keep nothing else."""
+    logits = torch.zeros(151_936)
+    for seed in range(3):
+        assert draw(logits, SamplingParameters(top_p=top_p), seed) == draw(logits, SamplingParameters(), seed)
+    logits[7] = 0.5
+    for seed in range(3):
+        free = draw(logits, SamplingParameters(), seed)
+        assert free != 7
+        assert draw(logits, SamplingParameters(top_p=top_p), seed) == (free if top_p >= 0.5 else 7)
 
 
 def test_a_batch_of_mixed_rows_equals_each_row_alone() -> None:
