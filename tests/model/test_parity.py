@@ -11,6 +11,7 @@ import torch
 import transformers
 
 from engine.config import EngineConfig
+from engine.errors import ConfigurationError
 from engine.model.decoder import Decoder
 from engine.model.families import spec_from_config
 from engine.model.loader import load_model
@@ -172,6 +173,15 @@ def test_head_dim_null_is_hidden_over_heads(tmp_path: Path) -> None:
     config = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps({**config, "head_dim": None}))
     assert_equal_to_hugging_face(path)
+
+
+def test_a_window_in_some_layers_is_refused_beyond_its_length(tmp_path: Path) -> None:
+    window = {"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 1}
+    path = write_tiny_model(tmp_path / "m", "qwen2", **window)
+    with pytest.raises(ConfigurationError, match=r"sliding-window attention \(8 tokens\) is not supported"):
+        load(path)
+    within = prompt_logits(load(path, max_model_len=8), PROMPT[:8])
+    torch.testing.assert_close(within, hf_logits(hf_model(path), PROMPT[:8]), atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

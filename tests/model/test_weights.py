@@ -16,9 +16,11 @@ from safetensors.torch import load_file, save_file
 
 from engine.config import EngineConfig, LoadFormat
 from engine.errors import ConfigurationError
+from engine.model import assemble
 from engine.model.layers import Linear
 from engine.model.loader import LoadedModel, load_model
 from engine.model.weights import INDEX, SINGLE, SafetensorsFile
+from engine.text.tokenizer import Tokenizer
 from tests.model.paged_loop import prompt_logits
 from tests.model.test_parity import assert_equal_to_hugging_face, hf_logits, hf_model
 from tests.model.tiny import write_tiny_model
@@ -61,19 +63,33 @@ def model(tmp_path: Path) -> Path:
     return write_tiny_model(tmp_path / "m", "llama")
 
 
+def shares_its_storage(path: Path, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether the output layer was made of the embedding itself. (A CPU layer packs a copy, a GPU's keeps it.)"""
+    given: list[int] = []
+
+    def make(weight: torch.Tensor, *arguments: Any) -> Linear:
+        given.append(weight.data_ptr())
+        return Linear(weight, *arguments)
+
+    monkeypatch.setattr(assemble, "Linear", make)
+    return load(path).decoder.weights.embedding.data_ptr() in given
+
+
 class TestTiedEmbeddings:
-    def test_tied_without_head(self, tmp_path: Path) -> None:
+    def test_tied_without_head(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         path = write_tiny_model(tmp_path / "m", "qwen2", tie_word_embeddings=True)
         assert HEAD not in load_file(path / SINGLE)
         weights = load(path).decoder.weights
         assert torch.equal(values(weights.head, weights.embedding.shape), weights.embedding)
+        assert shares_its_storage(path, monkeypatch)
 
-    def test_tied_with_an_equal_head(self, tmp_path: Path) -> None:
+    def test_tied_with_an_equal_head(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         path = write_tiny_model(tmp_path / "m", "qwen2", tie_word_embeddings=True)
         edit_tensors(path, lambda tensors: tensors.update({HEAD: tensors[EMBEDDING].clone()}))
         weights = load(path).decoder.weights
         assert torch.equal(values(weights.head, weights.embedding.shape), weights.embedding)
         assert_equal_to_hugging_face(path)
+        assert shares_its_storage(path, monkeypatch)
 
     def test_tied_with_a_trained_head_uses_it_and_warns(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
         path = write_tiny_model(tmp_path / "m", "qwen2", tie_word_embeddings=True)
@@ -275,6 +291,7 @@ def test_odd_directory_names_and_symlinked_shards(name: str, tmp_path: Path) -> 
     path.chmod(0o500)
     try:
         load(path)
+        assert Tokenizer.load(str(path)).size == 512
     finally:
         path.chmod(0o700)
 
