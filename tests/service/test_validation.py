@@ -19,6 +19,7 @@ from service.config import ServiceConfig
 from tests.service.calls import refusal, rich_status, run_bidi, run_stream, start, start_message
 from tests.service.fake_engine import FakeEngineClient, Script
 from tests.service.server import Running, running
+from tests.service.test_health import SERVING, check
 
 VOCABULARY = 300
 
@@ -286,7 +287,8 @@ async def test_candidates_are_bounded_by_the_batch() -> None:
         assert "1 to 2" in status.message
 
 
-async def test_after_any_refusal_a_plain_request_is_served(served: Running) -> None:
-    for _, fields in INVALID[:6]:
+async def test_after_any_refusal_a_plain_request_is_served_and_health_is_good(served: Running) -> None:
+    for path, fields in INVALID:
         await refusal(served, start(**fields))
-    assert (await run_stream(served, start(max_tokens=3))).text() == "abc"
+        assert (await run_stream(served, start(max_tokens=3))).text() == "abc", path
+        assert await check(served) == SERVING

@@ -130,6 +130,20 @@ class TestLeadingSpace:
         assert continued == " the dog"
         assert tok.decode(prompt) + continued == tok.decode(prompt + output)
 
+    @pytest.mark.parametrize("kind", ["byte-fallback", "unigram", "metaspace"])
+    def test_what_follows_a_prompt_is_what_it_adds_to_its_text(self, kind: str) -> None:
+        """Of tokens that begin with a space, or are nothing else, in any order."""
+        tok, rng = tokenizer(kind), random.Random(4)
+        prompt = tok.encode("the cat", add_special_tokens=False)
+        spaced = [item for item in range(tok.size) if (tok.token(item) or "").startswith("▁")]
+        assert len(spaced) > 1
+        [mark] = token_ids(tok, ["▁"])
+        for _ in range(300):
+            output = [mark if rng.random() < 0.3 else rng.choice(spaced) for _ in range(rng.randint(1, 5))]
+            added = "".join(pieces(tok, output, continues=True))
+            assert added.startswith(" ")
+            assert tok.decode(prompt) + added == tok.decode(prompt + output)
+
     def test_one_space_is_stripped_and_no_more(self) -> None:
         tok = tokenizer("byte-fallback")
         mark = token_ids(tok, ["▁"])
