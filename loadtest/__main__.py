@@ -18,6 +18,7 @@ from rich.console import Console
 
 from loadtest.arrivals import ScheduleError, replay, stretched
 from loadtest.fleet import FleetError
+from loadtest.judgements import Summary
 from loadtest.launch import LaunchError, Service
 from loadtest.mapping import MapOptions, judge, run_map
 from loadtest.matrix import NoSuchFaultError, run_faults
@@ -25,7 +26,7 @@ from loadtest.mix import MIXES, MixError
 from loadtest.orders import Transport
 from loadtest.overhead import run_overhead
 from loadtest.progress import RunProgress
-from loadtest.records import ArrivalProcess, Limits, RunKind, Summary
+from loadtest.records import ArrivalProcess, Limits, RunKind
 from loadtest.result import Result, ResultError
 from loadtest.search import Settings
 from loadtest.session import SessionOptions

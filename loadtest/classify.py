@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from loadtest.judgements import LevelClass, Measures, Verdict
 from loadtest.measure import LevelRows, measure
-from loadtest.records import LevelClass, Limits, Measures, Phase, Verdict
+from loadtest.records import Limits, Phase
 
 KEEPS_UP = 0.98  # completions over arrivals
 GROWTH = 0.02  # of the arrivals, that stay in flight: what a significant slope has to come to

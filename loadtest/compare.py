@@ -15,12 +15,13 @@ from enum import StrEnum
 import numpy as np
 
 from loadtest.bootstrap import Batches, Samples, interval
+from loadtest.judgements import Distribution, LevelClass, Measures, Verdict
 from loadtest.measure import LevelRows, is_good, measure, served
 from loadtest.plots import axes
 from loadtest.plots.figure import Format
 from loadtest.quantity import seconds
 from loadtest.reading import Reading
-from loadtest.records import Distribution, LevelClass, Limits, Measures, Outcome, Phase, Verdict
+from loadtest.records import Limits, Outcome, Phase
 
 MARGIN = 0.05  # within it two figures are the same
 KNEE_MARGIN = 0.10  # of two intervals of up to 5 %

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from loadtest.judgements import LevelClass, Verdict
 from loadtest.quantity import interval, number, seconds, share
 from loadtest.reading import Reading
-from loadtest.records import LevelClass, RunKind, Verdict
+from loadtest.records import RunKind
 
 BAD = frozenset({LevelClass.COLLAPSING, LevelClass.HUNG, LevelClass.CRASHED, LevelClass.NOT_RECOVERED})
 BUSY = 0.25  # of the cores, by the load average before the run

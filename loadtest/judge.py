@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from loadtest.classify import KEEPS_UP, grade, luck
+from loadtest.judgements import Interval, LevelClass, Measures, Score, Summary, Verdict
 from loadtest.measure import LevelRows
-from loadtest.records import Hypothesis, Interval, LevelClass, Limits, Measures, Phase, Run, Score, Summary, Verdict
+from loadtest.records import Hypothesis, Limits, Phase, Run
 from loadtest.usl import fit
 
 SLO_SHARE = 0.99

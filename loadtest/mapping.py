@@ -10,21 +10,11 @@ from dataclasses import dataclass, replace
 from loadtest.drive import ServiceDriver
 from loadtest.fleet import FleetError
 from loadtest.judge import judge_levels, summarize
+from loadtest.judgements import LevelClass, Regime, Summary, Verdict
 from loadtest.measure import LevelRows, by_level
 from loadtest.mix import mix_of
 from loadtest.progress import RunProgress
-from loadtest.records import (
-    ArrivalProcess,
-    Hypothesis,
-    LevelClass,
-    Limits,
-    Regime,
-    Run,
-    RunKind,
-    Summary,
-    TelemetryRow,
-    Verdict,
-)
+from loadtest.records import ArrivalProcess, Hypothesis, Limits, Run, RunKind, TelemetryRow
 from loadtest.result import Result
 from loadtest.search import Search, SearchError, Settings
 from loadtest.session import Record, SessionOptions, machine_of, session, until_interrupted

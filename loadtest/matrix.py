@@ -16,23 +16,14 @@ from loadtest.drive import ServiceDriver
 from loadtest.ending import CHANNEL_OPTIONS
 from loadtest.faults import FAULTS, Fault, Scene
 from loadtest.fleet import FleetError
+from loadtest.judgements import FaultCell, LevelClass
 from loadtest.launch import LaunchError
 from loadtest.mapping import judge
 from loadtest.measure import LevelRows, distribution, measure
 from loadtest.mix import mix_of
 from loadtest.plan import LevelPlan
 from loadtest.progress import RunProgress
-from loadtest.records import (
-    FaultCell,
-    Fingerprint,
-    Hypothesis,
-    LevelClass,
-    Limits,
-    Outcome,
-    Phase,
-    RequestRow,
-    RunKind,
-)
+from loadtest.records import Fingerprint, Hypothesis, Limits, Outcome, Phase, RequestRow, RunKind
 from loadtest.result import Result
 from loadtest.session import Record, SessionOptions, machine_of, session, until_interrupted
 from loadtest.target import RECOVERED, TargetError, until_recovered, until_served

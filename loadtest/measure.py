@@ -12,17 +12,8 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from loadtest.records import (
-    Distribution,
-    Level,
-    Limits,
-    Measures,
-    Outcome,
-    Quantile,
-    RequestRow,
-    Slope,
-    TelemetryRow,
-)
+from loadtest.judgements import Distribution, Measures, Quantile, Slope
+from loadtest.records import Level, Limits, Outcome, RequestRow, TelemetryRow
 
 Floats = NDArray[np.float64]
 BATCHES = 10

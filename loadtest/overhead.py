@@ -12,12 +12,13 @@ from pathlib import Path
 
 from loadtest.drive import ServiceDriver, idle_floor
 from loadtest.fleet import FleetError
+from loadtest.judgements import OverheadRow, Regime
 from loadtest.mapping import judge
 from loadtest.measure import LevelRows
 from loadtest.mix import Form, RequestClass
 from loadtest.plan import LevelPlan
 from loadtest.progress import RunProgress
-from loadtest.records import Hypothesis, Outcome, OverheadRow, Phase, Regime, RunKind
+from loadtest.records import Hypothesis, Outcome, Phase, RunKind
 from loadtest.result import Result
 from loadtest.session import Record, SessionOptions, machine_of, session, until_interrupted
 from loadtest.telemetry import scrape

@@ -11,8 +11,8 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+from loadtest.judgements import Distribution, LevelClass, Verdict
 from loadtest.plan import LevelPlan
-from loadtest.records import Distribution, LevelClass, Verdict
 
 REFRESH = 0.5
 COLOURS = {

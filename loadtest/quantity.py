@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 
+from loadtest.judgements import Distribution, Interval, Quantile
 from loadtest.plots.figure import Format
-from loadtest.records import Distribution, Interval, Quantile
 
 NONE = "–"
 

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from functools import cached_property
 
 from loadtest.judge import in_order, judge_levels, summarize
+from loadtest.judgements import LevelClass, Verdict
 from loadtest.measure import LevelRows, by_level
-from loadtest.records import LevelClass, Phase, TelemetryRow, Verdict
+from loadtest.records import Phase, TelemetryRow
 from loadtest.result import Result
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from loadtest import classify
 from loadtest.headline import headline
 from loadtest.judge import SLO_SHARE
+from loadtest.judgements import LevelClass, Verdict
 from loadtest.page.render import render
 from loadtest.plots import axes
 from loadtest.plots.catalogue import figures
@@ -16,7 +17,7 @@ from loadtest.plots.figure import Figure
 from loadtest.plots.table import csv_of
 from loadtest.quantity import NONE, moment, number, quantile_of, seconds, share, size
 from loadtest.reading import Reading
-from loadtest.records import LevelClass, Run, RunKind, Verdict
+from loadtest.records import Run, RunKind
 from loadtest.result import Result
 from loadtest.search import SETTLING, SLOWEST, Settings
 

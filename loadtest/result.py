@@ -24,21 +24,10 @@ from typing import TypeVar
 
 import msgspec
 
-from loadtest.records import (
-    SCHEMA,
-    Arrival,
-    FaultCell,
-    Level,
-    OverheadRow,
-    Record,
-    RequestRow,
-    Run,
-    Summary,
-    TelemetryRow,
-    Verdict,
-)
+from loadtest.judgements import FaultCell, OverheadRow, Summary, Verdict
+from loadtest.records import SCHEMA, Arrival, Level, Record, RequestRow, Run, TelemetryRow
 
-Row = TypeVar("Row", bound=Record)
+Row = TypeVar("Row", bound=msgspec.Struct)
 
 
 class ResultError(Exception):
@@ -138,7 +127,7 @@ class Result:
 
     # --- files ------------------------------------------------------------------------------------------------------
 
-    def _write(self, name: str, record: Record) -> None:
+    def _write(self, name: str, record: msgspec.Struct) -> None:
         (self.folder / name).write_bytes(msgspec.json.format(msgspec.json.encode(record), indent=2) + b"\n")
 
     def _read(self, name: str, kind: type[Row]) -> Row:
@@ -147,7 +136,7 @@ class Result:
         except (OSError, msgspec.MsgspecError) as error:
             raise ResultError(f"{self.folder / name}: {error}") from None
 
-    def _append(self, name: str, rows: Iterable[Record]) -> None:
+    def _append(self, name: str, rows: Iterable[msgspec.Struct]) -> None:
         with (self.folder / name).open("ab") as file:
             file.write(_encoded(name, rows))
 
@@ -156,7 +145,7 @@ class Result:
         return read_rows(path, kind) if path.exists() else []
 
 
-def write_rows(path: Path, rows: Iterable[Record]) -> None:
+def write_rows(path: Path, rows: Iterable[msgspec.Struct]) -> None:
     path.write_bytes(_encoded(path.name, rows))
 
 
@@ -170,7 +159,7 @@ def read_rows(path: Path, kind: type[Row]) -> list[Row]:
         raise ResultError(f"{path}: {error}") from None
 
 
-def _encoded(name: str, rows: Iterable[Record]) -> bytes:
+def _encoded(name: str, rows: Iterable[msgspec.Struct]) -> bytes:
     encoder = msgspec.json.Encoder()
     lines = b"".join(encoder.encode(row) + b"\n" for row in rows)
     # mtime 0: the same rows are the same bytes.

@@ -16,9 +16,10 @@ from dataclasses import dataclass, field, replace
 
 from loadtest.classify import grade
 from loadtest.judge import Bracket, bracket, in_order, knee_of, meets_limits
+from loadtest.judgements import LevelClass, Verdict
 from loadtest.measure import LevelRows
 from loadtest.plan import Driver, LevelPlan
-from loadtest.records import Arrival, ArrivalProcess, Level, LevelClass, Limits, Phase, Verdict
+from loadtest.records import Arrival, ArrivalProcess, Level, Limits, Phase
 
 GAIN = 1.05  # of the rate, for the closed loop to go on doubling
 GOOD = frozenset({LevelClass.KEEPS_UP})

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from loadtest.records import UslFit
+from loadtest.judgements import UslFit
 
 LEAST_POINTS = 6
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from loadtest.judgements import Distribution, LevelClass, Measures, Quantile, Verdict
 from loadtest.plots.figure import Axis, Band, Format, Mark, Scale, Series
 from loadtest.quantity import interval, number
 from loadtest.reading import Reading
-from loadtest.records import Distribution, LevelClass, Measures, Quantile, Verdict
 
 OFFERED = Axis(label="offered", unit="requests/s", low=0.0)
 QUANTILES = ("p50", "p95", "p99")

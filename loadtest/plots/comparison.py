@@ -5,11 +5,11 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from loadtest.compare import MARGIN, Comparison, Finding
+from loadtest.judgements import Verdict
 from loadtest.plots import axes
 from loadtest.plots.figure import Axis, Band, Figure, Format, Panel, Rule, Scale, Series
 from loadtest.quantity import interval, share
 from loadtest.reading import Reading
-from loadtest.records import Verdict
 
 FIRST, SECOND = "grey", "blue"
 COLOURS = {Finding.FASTER: "green", Finding.SLOWER: "red", Finding.SAME: "grey", Finding.CANNOT_TELL: "amber"}

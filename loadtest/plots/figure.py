@@ -10,7 +10,7 @@ from enum import StrEnum
 
 import msgspec
 
-from loadtest.records import LevelClass
+from loadtest.judgements import LevelClass
 
 
 class Scale(StrEnum):

@@ -6,12 +6,12 @@ from itertools import pairwise
 
 from msgspec.structs import replace
 
+from loadtest.judgements import Verdict
 from loadtest.measure import LevelRows, measure
 from loadtest.plots import axes
 from loadtest.plots.figure import Axis, Cell, Figure, Panel, Rule, Scale, Series, drawn
 from loadtest.quantity import number, quantile, quantile_of, seconds
 from loadtest.reading import Reading
-from loadtest.records import Verdict
 
 PROMPTS = (0, 64, 256, 1024, 4096, 16384)  # tokens: edges of the heat map's rows
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from loadtest.judgements import FaultCell, Regime
 from loadtest.plots.figure import Axis, Cell, Figure, Panel, Rule, Scale, Series
 from loadtest.quantity import number, seconds
 from loadtest.reading import Reading
-from loadtest.records import FaultCell, Regime
 
 
 def faults(reading: Reading) -> Figure | None:

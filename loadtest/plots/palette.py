@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from loadtest.records import LevelClass
+from loadtest.judgements import LevelClass
 
 
 @dataclass(frozen=True)

@@ -14,10 +14,10 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter, NullLocator
 
+from loadtest.judgements import LevelClass
 from loadtest.plots.figure import Axis, Band, Cell, Figure, Kind, Panel, Scale, Series
 from loadtest.plots.palette import CLASSES, COLOURS, HEAT, SHAPES
 from loadtest.quantity import by_format
-from loadtest.records import LevelClass
 
 INK, SOFT, GRID = "#1d2430", "#5b6575", "#e3e7ee"
 WINDOW = "#e6ecf5"

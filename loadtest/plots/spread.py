@@ -6,12 +6,13 @@ import math
 from collections import Counter
 from itertools import pairwise
 
+from loadtest.judgements import Verdict
 from loadtest.measure import LevelRows, measure, served
 from loadtest.plots import axes
 from loadtest.plots.figure import Axis, Figure, Format, Kind, Panel, Rule, Series, drawn
 from loadtest.quantity import number, quantile, seconds, share
 from loadtest.reading import Reading
-from loadtest.records import RequestRow, Verdict
+from loadtest.records import RequestRow
 
 POINTS = 240  # of a curve
 PER_DECADE = 20  # bins

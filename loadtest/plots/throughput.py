@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from loadtest.classify import LITTLE
 from loadtest.judge import served_goodput
+from loadtest.judgements import UslFit, Verdict
 from loadtest.plots import axes
 from loadtest.plots.figure import Axis, Figure, Format, Panel, Rule, Series
 from loadtest.quantity import interval, number, share
 from loadtest.reading import Reading
-from loadtest.records import UslFit, Verdict
 
 CURVE = 60  # points of a fitted curve
 

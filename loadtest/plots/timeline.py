@@ -9,12 +9,13 @@ from itertools import pairwise
 
 from msgspec.structs import replace
 
+from loadtest.judgements import Verdict
 from loadtest.measure import LevelRows, reason_of
 from loadtest.plots import axes
 from loadtest.plots.figure import Axis, Band, Figure, Format, Kind, Panel, Rule, Scale, Series, drawn
 from loadtest.quantity import number, seconds
 from loadtest.reading import Reading
-from loadtest.records import GpuSample, Outcome, TelemetryRow, Verdict
+from loadtest.records import GpuSample, Outcome, TelemetryRow
 
 BINS = 60  # at most; never shorter than SHORTEST
 SHORTEST = 0.5

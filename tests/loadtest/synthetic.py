@@ -8,8 +8,9 @@ import sys
 from pathlib import Path
 
 from loadtest.judge import judge_levels, summarize
+from loadtest.judgements import Verdict
 from loadtest.measure import LevelRows
-from loadtest.records import Fingerprint, Hypothesis, Limits, Run, RunKind, Target, Verdict
+from loadtest.records import Fingerprint, Hypothesis, Limits, Run, RunKind, Target
 from loadtest.result import Result
 from loadtest.search import Search, Settings
 from tests.loadtest.simulated import SteppingServer

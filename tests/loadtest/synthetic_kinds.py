@@ -9,21 +9,11 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from loadtest.judge import summarize
+from loadtest.judgements import FaultCell, LevelClass, OverheadRow, Regime
 from loadtest.measure import by_level
 from loadtest.plan import LevelPlan
 from loadtest.reading import Reading
-from loadtest.records import (
-    FaultCell,
-    Gpu,
-    GpuSample,
-    LevelClass,
-    OverheadRow,
-    Phase,
-    Regime,
-    RequestRow,
-    RunKind,
-    TelemetryRow,
-)
+from loadtest.records import Gpu, GpuSample, Phase, RequestRow, RunKind, TelemetryRow
 from loadtest.result import Result
 from tests.loadtest.simulated import SteppingServer
 from tests.loadtest.synthetic import run_record, synthetic_map

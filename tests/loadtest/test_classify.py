@@ -9,19 +9,9 @@ import pytest
 
 from loadtest.classify import grade
 from loadtest.judge import score
+from loadtest.judgements import LevelClass, Verdict
 from loadtest.measure import LevelRows, distribution, measure, slope
-from loadtest.records import (
-    ClientReport,
-    Hypothesis,
-    Level,
-    LevelClass,
-    Limits,
-    Outcome,
-    Phase,
-    RequestRow,
-    TelemetryRow,
-    Verdict,
-)
+from loadtest.records import ClientReport, Hypothesis, Level, Limits, Outcome, Phase, RequestRow, TelemetryRow
 from loadtest.usl import fit
 from tests.loadtest.playing import level_of
 

@@ -14,10 +14,11 @@ from typer.testing import CliRunner
 
 from loadtest.__main__ import app
 from loadtest.faults import FAULTS
+from loadtest.judgements import LevelClass, Regime
 from loadtest.launch import LaunchError, Service
 from loadtest.matrix import ITSELF, cells_of, has_all
 from loadtest.measure import LevelRows
-from loadtest.records import LevelClass, Limits, Outcome, Phase, Regime, RequestRow
+from loadtest.records import Limits, Outcome, Phase, RequestRow
 from loadtest.result import Result
 from loadtest.tiny_model import write_tiny_model
 from tests.loadtest.known_server import Behaviour

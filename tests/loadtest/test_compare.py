@@ -30,10 +30,11 @@ from loadtest.compare import (
     shows,
 )
 from loadtest.comparing import page_of, sentence, write_comparison
+from loadtest.judgements import Interval, LevelClass
 from loadtest.measure import LevelRows
 from loadtest.plan import LevelPlan
 from loadtest.reading import Reading
-from loadtest.records import Interval, Level, LevelClass, Outcome, Phase, RequestRow
+from loadtest.records import Level, Outcome, Phase, RequestRow
 from loadtest.result import Result
 from loadtest.search import Settings
 from tests.loadtest import chromium, synthetic_kinds

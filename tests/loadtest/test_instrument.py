@@ -12,9 +12,10 @@ import pytest
 
 from loadtest.arrivals import flat, times
 from loadtest.classify import grade
+from loadtest.judgements import LevelClass
 from loadtest.measure import measure
 from loadtest.orders import Entry, Manner, Transport
-from loadtest.records import ArrivalProcess, LevelClass, Limits, Outcome
+from loadtest.records import ArrivalProcess, Limits, Outcome
 from tests.loadtest.known_server import Behaviour
 from tests.loadtest.playing import play, waits
 from tests.loadtest.simulated import queue_waits

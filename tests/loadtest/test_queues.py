@@ -9,8 +9,9 @@ from collections.abc import Callable
 import pytest
 
 from loadtest.arrivals import flat, times
+from loadtest.judgements import Measures
 from loadtest.measure import LevelRows, measure
-from loadtest.records import ArrivalProcess, Limits, Measures, Outcome, RequestRow
+from loadtest.records import ArrivalProcess, Limits, Outcome, RequestRow
 from tests.loadtest.playing import level_of
 from tests.loadtest.simulated import queue_waits
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
+from loadtest.judgements import Interval, LevelClass, Quantile
 from loadtest.page.render import FOLDER, contrast, ink
 from loadtest.plots.catalogue import figures
 from loadtest.plots.figure import Figure, Kind, Series
@@ -21,7 +22,7 @@ from loadtest.plots.palette import CLASSES, COLOURS, SHAPES
 from loadtest.plots.throughput import rate_at
 from loadtest.quantity import interval, moment, number, quantile, seconds, share, size
 from loadtest.reading import Reading
-from loadtest.records import Interval, LevelClass, Phase, Quantile
+from loadtest.records import Phase
 from loadtest.report import page_of, write_report
 from loadtest.result import Result, ResultError
 from tests.loadtest import chromium, synthetic_kinds

@@ -17,10 +17,11 @@ from loadtest.classify import grade
 from loadtest.drive import ServiceDriver, setups
 from loadtest.fleet import Fleet
 from loadtest.judge import bracket, in_order, judge_levels, knee_of, measures_of
+from loadtest.judgements import Interval, LevelClass, Verdict
 from loadtest.measure import LevelRows
 from loadtest.mix import SHORT
 from loadtest.plan import LevelPlan
-from loadtest.records import ArrivalProcess, Interval, LevelClass, Limits, Phase, RunKind, Verdict
+from loadtest.records import ArrivalProcess, Limits, Phase, RunKind
 from loadtest.result import Result
 from loadtest.search import Search, SearchError, Settings, bend
 from tests.loadtest.known_server import Behaviour
