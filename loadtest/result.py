@@ -25,7 +25,7 @@ from typing import TypeVar
 import msgspec
 
 from loadtest.judgements import FaultCell, OverheadRow, Summary, Verdict
-from loadtest.records import SCHEMA, Arrival, Level, Record, RequestRow, Run, TelemetryRow
+from loadtest.records import SCHEMA, Arrival, Level, RequestRow, Run, TelemetryRow
 
 Row = TypeVar("Row", bound=msgspec.Struct)
 
