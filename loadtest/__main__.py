@@ -20,6 +20,7 @@ from loadtest.arrivals import ScheduleError, replay, stretched
 from loadtest.fleet import FleetError
 from loadtest.judgements import Summary
 from loadtest.launch import LaunchError, Service
+from loadtest.machine import machine_notes
 from loadtest.mapping import MapOptions, judge, run_map
 from loadtest.matrix import NoSuchFaultError, run_faults
 from loadtest.mix import MIXES, MixError
@@ -272,7 +273,7 @@ def compare(
 ) -> None:
     """Is the second result faster, slower, the same? Paired by level, with intervals; a table and a page."""
     from loadtest.compare import CompareError
-    from loadtest.comparing import levels_line, sentence, table, write_comparison
+    from loadtest.comparing import levels_line, machine_line, sentence, table, write_comparison
 
     try:
         where = out or Path("build") / "load" / f"compare-{datetime.now():%Y%m%d-%H%M%S}"
@@ -282,6 +283,7 @@ def compare(
         raise typer.Exit(2) from None
     console.print(table(comparison))
     console.print(levels_line(comparison), highlight=False)
+    console.print(machine_line(comparison), highlight=False)
     for caution in comparison.cautions:
         console.print(f"  note: {caution}", highlight=False)
     console.print(sentence(comparison), style="bold", highlight=False)
@@ -307,9 +309,11 @@ def show_scores(result: Result, summary: Summary) -> None:
     for score in summary.scores:
         mark = {True: "[green]holds[/green]", False: "[red]broken[/red]", None: "[yellow]not measured[/yellow]"}
         found = texts[score.hypothesis]
-        figure = "" if score.measured is None else f" ({score.measured:.4g}, {found.relation} {found.bound:g})"
+        error = summary.measures.get(f"{found.measure}_error")
+        known = "" if error is None else f" +- {error:.2g}"
+        figure = "" if score.measured is None else f" ({score.measured:.4g}{known}, {found.relation} {found.bound:g})"
         console.print(f"  {mark[score.holds]}: {found.text}{figure}", highlight=False)
-    for note in summary.notes:
+    for note in [*summary.notes, *machine_notes(result.run, summary)]:
         console.print(f"  note: {note}", highlight=False)
     console.print(f"result: {result.folder}", highlight=False)
 

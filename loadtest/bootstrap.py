@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
 
-from loadtest.measure import LevelRows
+from loadtest.measure import BATCHES, LevelRows
 
 DRAWS = 4000
 
@@ -22,38 +23,50 @@ Samples = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Batches:
-    """The batches of a group's levels, drawn `DRAWS` times. `counts`: draws x batches, how often each came up."""
+    """The batches of a group's levels, drawn `DRAWS` times. `counts`: draws x batches, how often each came up.
+    `speeds`: of the machine at each level; times are given as if they had passed at speed 1."""
 
     parts: Sequence[LevelRows]
     counts: npt.NDArray[np.int64]
-    widths: Samples  # seconds
+    speeds: Sequence[float]
 
     @classmethod
-    def draw(cls, parts: Sequence[LevelRows], generator: np.random.Generator) -> Batches:
-        """Of one group alone."""
-        widths = np.array([high - low for part in parts for low, high in part.batches()])
-        total = len(widths)
+    def draw(
+        cls, parts: Sequence[LevelRows], generator: np.random.Generator, speeds: Sequence[float] | None = None
+    ) -> Batches:
+        """Of one group alone. speeds: of its levels; None: 1."""
+        total = BATCHES * len(parts)
         counts = generator.multinomial(total, np.full(total, 1 / total), size=DRAWS)
-        return cls(parts, counts, widths)
+        return cls(parts, counts, speeds or [1.0] * len(parts))
 
-    def alongside(self, parts: Sequence[LevelRows]) -> Batches:
+    def alongside(self, parts: Sequence[LevelRows], speeds: Sequence[float] | None = None) -> Batches:
         """The same draws of another group, whose levels are as many and have the same arrivals: what the arrivals do to
         both is then in both."""
-        return Batches(parts, self.counts, np.array([high - low for part in parts for low, high in part.batches()]))
+        return Batches(parts, self.counts, speeds or [1.0] * len(parts))
+
+    @property
+    def once(self) -> Batches:
+        """Each batch once, which is the levels as they were."""
+        return replace(self, counts=np.ones((1, BATCHES * len(self.parts)), dtype=np.int64))
+
+    @cached_property
+    def widths(self) -> Samples:
+        """Seconds."""
+        pairs = zip(self.parts, self.speeds, strict=True)
+        return np.array([(high - low) * speed for part, speed in pairs for low, high in part.batches()])
 
     def index(self, position: int, at: float) -> int | None:
         """The batch of a time, of the part at this position; None outside the window."""
         part = self.parts[position]
         if not part.begin <= at < part.end:
             return None
-        batches = len(self.widths) // len(self.parts)
-        return position * batches + min(batches - 1, int((at - part.begin) / part.seconds * batches))
+        return position * BATCHES + min(BATCHES - 1, int((at - part.begin) / part.seconds * BATCHES))
 
-    def rates(self, events: Callable[[LevelRows], Iterable[tuple[float, int]]]) -> Samples:
-        """Of events (time, how many) in the window, a second."""
+    def rates(self, events: Callable[[LevelRows, float], Iterable[tuple[float, int]]]) -> Samples:
+        """Of events (time, how many) in the window, a second. events: of a level and the machine's speed at it."""
         sums = np.zeros(len(self.widths))
         for position, part in enumerate(self.parts):
-            for at, count in events(part):
+            for at, count in events(part, self.speeds[position]):
                 index = self.index(position, at)
                 if index is not None:
                     sums[index] += count
@@ -62,7 +75,7 @@ class Batches:
     def quantiles(self, values: Callable[[LevelRows], Iterable[tuple[float, float]]], share: float) -> Samples:
         """Nearest rank, as `measure.distribution` has it, of values (time, value). Empty if there are none."""
         found = [
-            (value, index)
+            (value * self.speeds[position], index)
             for position, part in enumerate(self.parts)
             for at, value in values(part)
             if (index := self.index(position, at)) is not None
@@ -76,7 +89,7 @@ class Batches:
         below = np.cumsum(batch[None, :] == np.arange(len(self.widths))[:, None], axis=1)
         totals = self.counts @ below[:, -1]
         ranks = np.maximum(1, np.ceil(share * totals))
-        low, high = np.zeros(DRAWS, dtype=np.int64), np.full(DRAWS, len(found) - 1)
+        low, high = np.zeros(len(ranks), dtype=np.int64), np.full(len(ranks), len(found) - 1)
         while np.any(low < high):  # all draws' binary searches at once
             middle = (low + high) // 2
             reached = np.einsum("db,bd->d", self.counts, below[:, middle]) >= ranks

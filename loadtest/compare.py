@@ -3,6 +3,9 @@
 Every figure of a pair becomes a ratio with a bootstrap interval, turned so that above 1 means "the second is faster".
 Inside a margin around 1 they are the same; off 1 with its middle beyond the margin, one is faster; else it cannot be
 told. The margin stands for what differs between two runs of the same thing, which no interval of one run has in it.
+
+Where both runs measured the machine's speed, ratios are of times at one speed of it, and intervals include how well
+that is known; the ratios as measured stand beside them.
 """
 
 from __future__ import annotations
@@ -14,7 +17,9 @@ from enum import StrEnum
 
 import numpy as np
 
-from loadtest.bootstrap import Batches, Samples, interval
+from loadtest.bootstrap import DRAWS, Batches, Samples, interval
+from loadtest.correction import Correction
+from loadtest.judge import corrected
 from loadtest.judgements import Distribution, LevelClass, Measures, Verdict
 from loadtest.measure import LevelRows, is_good, measure, served
 from loadtest.plots import axes
@@ -59,32 +64,47 @@ class Figure:
 
 @dataclass(frozen=True)
 class Change:
-    """`speed`: how many times as fast the second is, with its interval; None where it could not be had."""
+    """`speed`: how many times as fast the second is on an equally fast machine, with its interval; None where it could
+    not be had. `raw`, `first`, `second`: as measured."""
 
     figure: str
     finding: Finding
     speed: float | None = None
     low: float | None = None
     high: float | None = None
+    raw: float | None = None
     first: float | None = None
     second: float | None = None
 
 
 @dataclass(frozen=True)
 class Side:
-    """One side of a pair: its measures under common limits, and its batches drawn again and again."""
+    """One side of a pair: its measures under common limits, its batches drawn again and again, and draws of what the
+    machine's speed may have been besides."""
 
     measures: Measures
     batches: Batches
+    doubts: Samples
 
     @classmethod
     def both(
-        cls, first: Sequence[LevelRows], second: Sequence[LevelRows], limits: Limits, generator: np.random.Generator
+        cls,
+        first: Sequence[LevelRows],
+        second: Sequence[LevelRows],
+        limits: Limits,
+        correction: Correction,
+        generator: np.random.Generator,
     ) -> tuple[Side, Side]:
         """Drawn together where they had the same arrivals."""
-        batches = Batches.draw(first, generator)
-        others = batches.alongside(second) if same_arrivals(first, second) else Batches.draw(second, generator)
-        return cls(measure(first, limits), batches), cls(measure(second, limits), others)
+        speeds = [correction.speeds(side, parts) for side, parts in enumerate((first, second))]
+        one = Batches.draw(first, generator, speeds[0])
+        if same_arrivals(first, second):
+            other = one.alongside(second, speeds[1])
+        else:
+            other = Batches.draw(second, generator, speeds[1])
+        errors = [correction.error(side, parts) for side, parts in enumerate((first, second))]
+        doubts = [np.exp(generator.normal(0.0, error, DRAWS)) for error in errors]
+        return cls(measure(first, limits), one, doubts[0]), cls(measure(second, limits), other, doubts[1])
 
 
 @dataclass(frozen=True)
@@ -101,7 +121,7 @@ class Pair:
 @dataclass(frozen=True)
 class Comparison:
     """`overall`: over all pairs that can show a figure, and the knee. `unpaired`: levels of either that have no
-    partner. `cautions`: in what the two runs differ besides what they measured."""
+    partner. `cautions`: in what the two runs differ besides what they measured. `correction`: for the machine."""
 
     first: Reading
     second: Reading
@@ -109,6 +129,7 @@ class Comparison:
     overall: list[Change]
     finding: Finding
     reason: str
+    correction: Correction
     unpaired: list[str] = field(default_factory=list)
     cautions: list[str] = field(default_factory=list)
 
@@ -119,19 +140,25 @@ def compare(first: Reading, second: Reading, seed: int = 1) -> Comparison:
     if not partners:
         raise CompareError("no level of the one result has a partner in the other")
     generator = np.random.default_rng(seed)
-    limits = first.run.limits
+    limits, correction = first.run.limits, Correction.between(first, second)
     pairs, drawn = [], []
     for name, one, other in partners:
-        sides = Side.both(first.parts_of(one), second.parts_of(other), limits, generator)
+        sides = Side.both(first.parts_of(one), second.parts_of(other), limits, correction, generator)
         speeds = {figure.name: _speeds(figure, *sides, limits) for figure in FIGURES}
-        changes = [_change(figure, *sides, speeds[figure.name]) for figure in FIGURES]
+        changes = [_change(figure, *sides, speeds[figure.name], limits) for figure in FIGURES]
         pairs.append(Pair(name, one, other, changes, near_knee(first, one) or near_knee(second, other)))
         drawn.append(speeds)
     overall = _overall(pairs, drawn)
-    overall += [knee] if (knee := knee_change(first, second)) is not None else []
-    finding, reason = conclude(overall)
+    overall += [knee] if (knee := knee_change(first, second, correction)) is not None else []
     return Comparison(
-        first, second, pairs, overall, finding, reason, unpaired(first, second, partners), cautions(first, second)
+        first,
+        second,
+        pairs,
+        overall,
+        *conclude(overall),
+        correction,
+        unpaired(first, second, partners),
+        cautions(first, second, correction),
     )
 
 
@@ -165,8 +192,12 @@ def same_arrivals(first: Sequence[LevelRows], second: Sequence[LevelRows]) -> bo
 
 
 def near_knee(reading: Reading, verdict: Verdict) -> bool:
-    knee = reading.summary.knee
-    return knee is not None and verdict.rate is not None and verdict.rate > BELOW_KNEE * knee.low
+    """On a slower machine the knee is nearer."""
+    knee = reading.summary.corrected_knee or reading.summary.knee
+    if knee is None or verdict.rate is None:
+        return False
+    rate = corrected(verdict, verdict.rate) if reading.summary.corrected_knee else verdict.rate
+    return rate > BELOW_KNEE * knee.low
 
 
 def _partners(verdict: Verdict) -> list[tuple[str, Callable[[Verdict], bool]]]:
@@ -202,7 +233,7 @@ def _limits(limits: Limits) -> str:
     return f"TTFT {seconds(limits.ttft)}, TPOT {seconds(limits.tpot)}"
 
 
-def cautions(first: Reading, second: Reading) -> list[str]:
+def cautions(first: Reading, second: Reading, correction: Correction) -> list[str]:
     one, other = first.run, second.run
     fields = (
         ("machine", one.fingerprint.cpu, other.fingerprint.cpu),
@@ -218,6 +249,8 @@ def cautions(first: Reading, second: Reading) -> list[str]:
         for name, reading in (("first", first), ("second", second))
         if not reading.summary.complete
     ]
+    if correction.why:
+        found.append(f"Not corrected for the machine's speed: {correction.why}.")
     return found
 
 
@@ -248,8 +281,13 @@ def _e2e(part: LevelRows) -> Iterable[tuple[float, float]]:
     return ((row.intended, e2e) for row in served(part.arrived) if (e2e := row.e2e) is not None)
 
 
-def _completions(part: LevelRows) -> Iterable[tuple[float, int]]:
+def _completions(part: LevelRows, speed: float) -> Iterable[tuple[float, int]]:
     return ((row.finish, 1) for row in part.ended if row.outcome is Outcome.COMPLETED and row.finish is not None)
+
+
+def _limits_on(limits: Limits, speed: float) -> Limits:
+    """On a machine of this speed, times that keep the limits at speed 1."""
+    return Limits(ttft=limits.ttft / speed, tpot=limits.tpot / speed)
 
 
 def _latency(
@@ -289,7 +327,7 @@ FIGURES = (
         lower_is_better=False,
         value=lambda measures: measures.goodput,
         samples=lambda batches, limits: batches.rates(
-            lambda part: ((row.intended, 1) for row in part.arrived if is_good(row, limits))
+            lambda part, speed: ((row.intended, 1) for row in part.arrived if is_good(row, _limits_on(limits, speed)))
         ),
         decides=False,
         load_bound=True,
@@ -299,7 +337,7 @@ FIGURES = (
         format=Format.NUMBER,
         lower_is_better=False,
         value=lambda measures: measures.token_rate,
-        samples=lambda batches, limits: batches.rates(lambda part: part.stamps()),
+        samples=lambda batches, limits: batches.rates(lambda part, speed: part.stamps()),
         load_bound=True,
     ),
 )
@@ -328,14 +366,17 @@ def find(low: float, high: float, margin: float = MARGIN) -> Finding:
     return Finding.SLOWER if high < 1 and middle < 1 / (1 + margin) else Finding.CANNOT_TELL
 
 
-def knee_change(first: Reading, second: Reading) -> Change | None:
-    """Both ends of the one against both ends of the other. None where a run has no knee."""
-    one, other = first.summary.knee, second.summary.knee
-    if one is None or other is None:
+def knee_change(first: Reading, second: Reading, correction: Correction) -> Change | None:
+    """Of their middles; the intervals are independent, so their widths add up as squares. None where a run has no
+    knee."""
+    one, other = correction.knees(first, second)
+    measured = first.summary.knee, second.summary.knee
+    if one is None or other is None or measured[0] is None or measured[1] is None:
         return None
-    low, high = other.low / one.high, other.high / one.low
-    middle = [(knee.low + knee.high) / 2 for knee in (one, other)]
-    return Change("knee", find(low, high, KNEE_MARGIN), middle[1] / middle[0], low, high, *middle)
+    speed, width = other.middle / one.middle, math.hypot(one.width, other.width)
+    low, high = speed * (1 - width / 2), speed * (1 + width / 2)
+    raw = [knee.middle for knee in measured if knee is not None]
+    return Change("knee", find(low, high, KNEE_MARGIN), speed, low, high, raw[1] / raw[0], *raw)
 
 
 def conclude(overall: Sequence[Change]) -> tuple[Finding, str]:
@@ -365,17 +406,18 @@ def _speeds(figure: Figure, first: Side, second: Side, limits: Limits) -> Sample
     if not len(before) or not len(after):
         return np.array([])
     with np.errstate(divide="ignore", invalid="ignore"):
-        ratio = before / after if figure.lower_is_better else after / before
+        ratio = (before / after if figure.lower_is_better else after / before) * first.doubts / second.doubts
     return np.where(np.isfinite(ratio) & (ratio > 0), ratio, np.nan)
 
 
-def _change(figure: Figure, first: Side, second: Side, speeds: Samples) -> Change:
+def _change(figure: Figure, first: Side, second: Side, speeds: Samples, limits: Limits) -> Change:
     before, after = figure.value(first.measures), figure.value(second.measures)
     found = interval(speeds, CONFIDENCE) if len(speeds) else None
     if found is None or not before or not after:
         return Change(figure.name, Finding.CANNOT_TELL, first=before, second=after)
-    speed = before / after if figure.lower_is_better else after / before
-    return Change(figure.name, find(*found), speed, *found, before, after)
+    fair = [float(figure.samples(side.batches.once, limits)[0]) for side in (first, second)]
+    speed, raw = (a / b if figure.lower_is_better else b / a for a, b in (fair, (before, after)))
+    return Change(figure.name, find(*found), speed, *found, raw, before, after)
 
 
 def _overall(pairs: Sequence[Pair], drawn: Sequence[dict[str, Samples]]) -> list[Change]:
@@ -383,14 +425,16 @@ def _overall(pairs: Sequence[Pair], drawn: Sequence[dict[str, Samples]]) -> list
     confidence = 1 - (1 - CONFIDENCE) / len(FIGURES)
     found = []
     for figure in FIGURES:
-        logs, points = [], []
+        logs, points, raws = [], [], []
         for pair, speeds in zip(pairs, drawn, strict=True):
             change = next(change for change in pair.changes if change.figure == figure.name)
-            if shows(figure, pair) and change.speed is not None:
+            if shows(figure, pair) and change.speed is not None and change.raw is not None:
                 logs.append(np.log(speeds[figure.name]))
                 points.append(math.log(change.speed))
+                raws.append(math.log(change.raw))
         ends = interval(np.exp(np.mean(logs, axis=0)), confidence) if logs else None
         if ends is None:
             continue
-        found.append(Change(figure.name, find(*ends), math.exp(sum(points) / len(points)), *ends))
+        speed, raw = (math.exp(sum(values) / len(values)) for values in (points, raws))
+        found.append(Change(figure.name, find(*ends), speed, *ends, raw))
     return found

@@ -54,11 +54,12 @@ def sentence(comparison: Comparison) -> str:
 def table(comparison: Comparison) -> Table:
     """For a terminal: over all levels."""
     made = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("figure", "second as fast as first", "interval", "finding"):
+    for name in ("figure", "as measured", "second as fast as first", "interval", "finding"):
         made.add_column(name, justify="left" if name in ("figure", "finding") else "right", no_wrap=True)
     for change in comparison.overall:
         made.add_row(
-            change.figure, _speed(change), _interval(change), str(change.finding), style=STYLES[change.finding]
+            *(change.figure, _raw(change), _speed(change), _interval(change), str(change.finding)),
+            style=STYLES[change.finding],
         )
     return made
 
@@ -96,6 +97,7 @@ def page_of(comparison: Comparison) -> str:
             {
                 "name": change.figure,
                 "finding": str(change.finding),
+                "raw": _raw(change),
                 "speed": _speed(change),
                 "interval": _interval(change),
             }
@@ -122,16 +124,30 @@ def tiles(comparison: Comparison) -> list[Tile]:
     knee = Tile("Knee", interval(second.knee, ""), "requests/s", f"the first: {interval(first.knee)}")
     goodput = Tile(
         "Best goodput",
-        number(second.measures.get("peak_goodput")),
+        number(second.measures.get("best_goodput")),
         "requests/s",
-        f"the first: {number(first.measures.get('peak_goodput'))} requests/s",
+        f"the first: {number(first.measures.get('best_goodput'))} requests/s",
     )
     alone = Tile(
         "First token, a request alone",
         seconds(second.measures.get("floor_ttft")),
         note=f"the first: {seconds(first.measures.get('floor_ttft'))}",
     )
-    return [finding, knee, goodput, alone]
+    return [finding, knee, goodput, alone, machine_tile(comparison)]
+
+
+def machine_tile(comparison: Comparison) -> Tile:
+    correction = comparison.correction
+    if correction.why:
+        return Tile("The machine", "not corrected", note=correction.why, tone="none")
+    one, other = (seconds(machine.seconds) for machine in correction.machines)
+    note = f"in the second run, of the first: its reference took {one}, then {other} (medians)"
+    return Tile("The machine's speed", share(correction.ratio), note=note)
+
+
+def machine_line(comparison: Comparison) -> str:
+    made = machine_tile(comparison)
+    return f"{made.name.lower()}: {made.value} {made.note}" if made.tone != "none" else f"not corrected: {made.note}"
 
 
 def method() -> list[str]:
@@ -142,6 +158,12 @@ def method() -> list[str]:
         "replacement; so what is near in time stays together. Levels that had the same arrivals (the same seed) are "
         "drawn together. The intervals hold for what varies within a run. What differs between two runs of the same "
         "code on the same machine (heat, neighbours, memory layout) is not in them.",
+        "The machine: where both runs took the reference (the same fixed work, before and after every level), times "
+        "are multiplied and rates divided by the machine's speed at their level, relative to its median in the first "
+        "run; the knee is one of rates so divided. An interval includes how well that speed is known, by how much it "
+        "changed from before to after, or does on average over a level, if that is more. It does not include that the "
+        "reference is not the service: a machine slower by 8 % for the one may be slower by 6 for the other, which "
+        "the margin is for. An open loop has fewer requests in flight on a faster machine; nothing corrects that.",
         f"A pair's interval is one of {share(CONFIDENCE)}; those over all levels hold together with "
         f"{share(CONFIDENCE)} (Bonferroni).",
         f"Same: the interval lies within {share(MARGIN)} ({share(KNEE_MARGIN)} for the knee, which is an interval "
@@ -159,6 +181,8 @@ def _cell(change: Change) -> dict[str, str]:
     figure = next(figure for figure in FIGURES if figure.name == change.figure)
     values = f"{by_format(change.first, figure.format)} → {by_format(change.second, figure.format)}"
     words = _speed(change) if change.speed is not None else str(change.finding)
+    if change.raw is not None and _raw(change) != words:
+        words += f" (measured {_raw(change)})"
     return {
         "slug": str(change.finding).replace(" ", "-"),
         "told": values,
@@ -169,6 +193,10 @@ def _cell(change: Change) -> dict[str, str]:
 
 def _speed(change: Change) -> str:
     return NONE if change.speed is None else share(change.speed)
+
+
+def _raw(change: Change) -> str:
+    return NONE if change.raw is None else share(change.raw)
 
 
 def _interval(change: Change) -> str:

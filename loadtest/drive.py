@@ -20,7 +20,8 @@ from loadtest.measure import LevelRows
 from loadtest.mix import APART, RequestClass, deal
 from loadtest.orders import Entry, Order, Played, Setup, Transport
 from loadtest.plan import LevelPlan
-from loadtest.records import Arrival, ArrivalProcess, Level, Phase
+from loadtest.records import Arrival, ArrivalProcess, Level, Phase, ReferenceTime
+from loadtest.reference import Reference
 from loadtest.result import Result
 from loadtest.target import probe, until_recovered
 from loadtest.telemetry import Telemetry
@@ -46,7 +47,8 @@ class Stage:
 @dataclass
 class ServiceDriver:
     """`result` gets every level as soon as it has ended, also one that was interrupted. `pid`: of the service, where
-    its processes can be seen. `cap`: most requests in flight of all clients."""
+    its processes can be seen. `cap`: most requests in flight of all clients. `reference`: None where the machine's
+    speed says nothing of the service's."""
 
     fleet: Fleet
     result: Result
@@ -60,6 +62,7 @@ class ServiceDriver:
     next_level: int = 0
     floor: float | None = None
     gate: ThermalGate = field(default_factory=ThermalGate)
+    reference: Reference | None = None
     interrupted: bool = field(default=False, init=False)
 
     async def run(self, plan: LevelPlan, stage: Stage | None = None) -> LevelRows:
@@ -70,6 +73,7 @@ class ServiceDriver:
         cooled = await self.gate.cool()
         index, self.next_level = self.next_level, self.next_level + 1
         arrivals = schedule_of(plan, self.mix)
+        before = await self._speed()
         begin = time.monotonic() + LEAD
         order = Order(
             level=index,
@@ -91,6 +95,7 @@ class ServiceDriver:
                 beside.cancel()
         self.gate.note(telemetry.rows)
         level = self._level(plan, order, schedule, played, recovery)
+        level = msgspec.structs.replace(level, before=before, after=await self._speed_after())
         if cooled >= 1.0:
             level = msgspec.structs.replace(level, parameters={**level.parameters, "cooled_seconds": round(cooled, 1)})
         rows = sorted((row for part in played for row in part.rows), key=lambda row: row.intended)
@@ -99,6 +104,17 @@ class ServiceDriver:
         if self.interrupted:
             raise asyncio.CancelledError
         return LevelRows(level, rows, telemetry.rows)
+
+    async def _speed(self) -> ReferenceTime | None:
+        return None if self.reference is None else await asyncio.to_thread(self.reference.take, self.origin)
+
+    async def _speed_after(self) -> ReferenceTime | None:
+        """Ctrl-C in just this moment ends the run and not the level, which is over."""
+        try:
+            return None if self.interrupted else await self._speed()
+        except asyncio.CancelledError:
+            self.interrupted = True
+            return None
 
     async def _play(self, plan: LevelPlan, order: Order) -> tuple[list[Played], float | None]:
         probing = asyncio.create_task(self._recovery(order)) if plan.probes else None

@@ -98,7 +98,7 @@ def _behaviour(verdict: Verdict, kept: float | None) -> str:
         LevelClass.CRASHED: "crashes",
     }
     found = words.get(verdict.level_class, str(verdict.level_class))
-    return found if kept is None else f"{found} and holds {share(kept)} of its best goodput"
+    return found if kept is None else f"{found} and holds {share(kept)} of its peak goodput"
 
 
 def _map_tiles(reading: Reading) -> list[Tile]:
@@ -114,7 +114,7 @@ def _knee_tile(reading: Reading) -> Tile:
 
 
 def _goodput_tile(reading: Reading) -> Tile:
-    peak = reading.summary.measures.get("peak_goodput")
+    peak = reading.summary.measures.get("best_goodput")
     if peak is None:
         return Tile("Best goodput", "not measured", tone="none")
     limits = reading.run.limits
@@ -128,8 +128,9 @@ def _beyond_tile(reading: Reading) -> Tile:
     if beyond is None:
         return Tile("Beyond the knee", "not measured", tone="none")
     measures = beyond.measures
-    kept = reading.summary.measures.get(f"goodput_share_at_{beyond.multiple:g}")
-    notes = [f"{share(kept)} of the best goodput"]
+    known = reading.summary.measures
+    kept, best = (known.get(f"{name}_share_at_{beyond.multiple:g}") for name in ("goodput", "best_goodput"))
+    notes = [f"{share(kept)} of the peak goodput (as measured, {share(best)} of the best level's)"]
     if measures.ttft is not None:
         notes.append(f"accepted: TTFT p99 {seconds(measures.ttft.p99.value)}")
     if measures.refusal is not None:

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from msgspec.structs import replace
+
 from loadtest.classify import KEEPS_UP, grade, luck
 from loadtest.judgements import Interval, LevelClass, Measures, Score, Summary, Verdict
+from loadtest.machine import Machine
 from loadtest.measure import LevelRows
 from loadtest.records import Hypothesis, Limits, Phase, Run
 from loadtest.usl import fit
 
 SLO_SHARE = 0.99
+# Times the knee, between which a service is full: nearer to it the queue may just be filling up, farther away it is how
+# the service copes that shows.
+FULL = (1.1, 1.5)
+NEAR = 0.005  # rates that differ by less are one rate
 SWEEP = frozenset({Phase.LADDER, Phase.BISECT, Phase.REFINE, Phase.BEYOND})
 
 
@@ -64,7 +72,8 @@ def judge_levels(parts: Sequence[LevelRows], limits: Limits) -> list[Verdict]:
         rate = groups[group][0].level.rate or 0.0
         lower = [known for known in in_order(verdicts.values()) if (known.rate or 0.0) < rate]
         verdicts[group] = grade(groups[group], limits, lower)
-    return [verdicts[group] for group in groups]
+    machine = Machine([part.level for part in parts])
+    return [machine.with_speed(verdicts[group]) for group in groups]
 
 
 def summarize(
@@ -82,6 +91,7 @@ def summarize(
         scores=[score(hypothesis, measures) for hypothesis in run.hypotheses],
         usl=fit([(v.concurrency, v.measures.completion_rate) for v in verdicts if v.concurrency is not None]),
         notes=list(notes),
+        corrected_knee=corrected_knee_of(sweep),
     )
 
 
@@ -98,6 +108,14 @@ def knee_of(sweep: Sequence[Verdict]) -> Interval | None:
     return _interval(Bracket(found.low, high), KEEPS_UP - luck(known[found.low]))
 
 
+def corrected_knee_of(sweep: Sequence[Verdict]) -> Interval | None:
+    """The same of rates over the machine's speed: a rate that was kept up with on a machine that was slower just then
+    counts for more. None where a speed is not known."""
+    if any(verdict.machine is None for verdict in sweep):
+        return None
+    return knee_of([replace(verdict, rate=corrected(verdict, verdict.rate or 0.0)) for verdict in sweep])
+
+
 def _interval(found: Bracket, share: float) -> Interval | None:
     """From the rate that was surely served (the property promises `share` of it) to the rate that was surely not."""
     if found.low is None or found.high is None:
@@ -111,7 +129,8 @@ def measures_of(sweep: Sequence[Verdict], verdicts: Sequence[Verdict], knee: Int
     if knee is not None:
         found |= {"knee_low": knee.low, "knee_high": knee.high, "knee_width": knee.width}
     if sweep:
-        found["peak_goodput"] = max(served_goodput(verdict.measures) for verdict in sweep)
+        found["best_goodput"] = max(served_goodput(verdict.measures) for verdict in sweep)
+        found["peak_goodput"] = _corrected_goodput(peak_of(sweep))
         found["peak_token_rate"] = max(verdict.measures.token_rate for verdict in verdicts)
     keeping = [verdict for verdict in sweep if verdict.level_class is LevelClass.KEEPS_UP]
     gaps = [v.measures.little_gap for v in keeping if v.measures.little_gap is not None]
@@ -119,17 +138,53 @@ def measures_of(sweep: Sequence[Verdict], verdicts: Sequence[Verdict], knee: Int
         found["little_gap"] = max(gaps)
     for verdict in sweep:
         if verdict.multiple is not None:
-            found |= _beyond(verdict, found["peak_goodput"])
+            found |= _beyond(verdict, peak_of(sweep), found["best_goodput"])
     for verdict in verdicts:
         found |= _special(verdict)
+    speeds = [verdict.machine for verdict in verdicts if verdict.machine is not None]
+    if speeds:
+        found["machine_slowest"] = min(speed.value for speed in speeds)
+        found["machine_fastest"] = max(speed.value for speed in speeds)
+        found["machine_unsteady_levels"] = sum(len(speed.unsteady) for speed in speeds)
     for name in (LevelClass.HUNG, LevelClass.CRASHED):
         found[f"levels_{name}"] = sum(verdict.level_class is name for verdict in verdicts)
     return found
 
 
-def _beyond(verdict: Verdict, peak: float) -> dict[str, float]:
+def corrected(verdict: Verdict, rate: float) -> float:
+    """Over the machine's speed, where that is known: what it would be on the machine as it was on average."""
+    return rate if verdict.machine is None else rate / verdict.machine.value
+
+
+def _corrected_goodput(verdict: Verdict) -> float:
+    return corrected(verdict, served_goodput(verdict.measures))
+
+
+def peak_of(sweep: Sequence[Verdict]) -> Verdict:
+    """The group that shows what the service can do: the highest rate that it keeps up with, or, if that is more, the
+    median group from 1.1 to 1.5 times it. The best of many levels would be a lucky one, and the better the more levels
+    there are; where nothing keeps up, it has to do. sweep: not empty."""
+    low = bracket(sweep, lambda verdict: verdict.level_class is LevelClass.KEEPS_UP).low
+    ordered = sorted(sweep, key=_corrected_goodput)
+    if low is None:
+        return ordered[-1]
+    least, most = FULL[0] * low, FULL[1] * low * (1 + NEAR)
+    full = [verdict for verdict in ordered if least <= (verdict.rate or 0.0) <= most]
+    knee = next(verdict for verdict in ordered if verdict.rate == low)
+    return max([knee, *full[len(full) // 2 :][:1]], key=_corrected_goodput)
+
+
+def _beyond(verdict: Verdict, peak: Verdict, best: float) -> dict[str, float]:
+    """`best_goodput_share`: uncorrected, of the best of all."""
     measures, suffix = verdict.measures, f"_at_{verdict.multiple:g}"
-    found = {f"goodput_share{suffix}": served_goodput(measures) / peak if peak else 0.0}
+    most = _corrected_goodput(peak)
+    share = _corrected_goodput(verdict) / most if most else 0.0
+    found = {
+        f"goodput_share{suffix}": share,
+        f"best_goodput_share{suffix}": served_goodput(measures) / best if best else 0.0,
+    }
+    if verdict.machine is not None and peak.machine is not None and verdict is not peak:
+        found[f"goodput_share{suffix}_error"] = share * math.hypot(verdict.machine.error, peak.machine.error)
     if measures.ttft is not None:
         found[f"ttft_p99{suffix}"] = measures.ttft.p99.value
     if measures.refusal is not None:

@@ -93,10 +93,19 @@ class Measures(Judgement, frozen=True, kw_only=True):
     reasons: dict[str, int] = {}
 
 
+class MachineSpeed(Judgement, frozen=True, kw_only=True):
+    """How fast the machine was around a group's levels: `value` times its median over the run, `error` (relative, one
+    standard deviation) how well that is known. `unsteady`: levels around which it changed too much to say."""
+
+    value: float
+    error: float
+    unsteady: list[int] = []
+
+
 class Verdict(Judgement, frozen=True, kw_only=True):
     """Of a group: its levels' rows pooled. `rate`, `concurrency`, `phase`, `multiple`: of its levels (the last one's
     phase). `evidence`: the figures that decided, in words. `void`: levels that do not count, and why; a group with no
-    other level is of class VOID."""
+    other level is of class VOID. `machine`: None where its speed was not measured; nothing here is corrected for it."""
 
     group: str
     levels: list[int]
@@ -108,6 +117,7 @@ class Verdict(Judgement, frozen=True, kw_only=True):
     concurrency: int | None = None
     multiple: float | None = None
     void: dict[str, str] = {}
+    machine: MachineSpeed | None = None
 
 
 class Interval(Judgement, frozen=True, kw_only=True):
@@ -115,9 +125,13 @@ class Interval(Judgement, frozen=True, kw_only=True):
     high: float
 
     @property
+    def middle(self) -> float:
+        return (self.low + self.high) / 2
+
+    @property
     def width(self) -> float:
         """Relative to its middle."""
-        return (self.high - self.low) / ((self.high + self.low) / 2) if self.high else 0.0
+        return (self.high - self.low) / self.middle if self.high else 0.0
 
 
 class Score(Judgement, frozen=True, kw_only=True):
@@ -142,7 +156,9 @@ class UslFit(Judgement, frozen=True, kw_only=True):
 
 class Summary(Judgement, frozen=True, kw_only=True):
     """`knee`: between the highest rate that keeps up and the lowest that does not; None if none was bracketed. `slo`:
-    likewise for goodput >= 99 % of offered. `complete`: False after Ctrl-C. `measures`: what hypotheses speak of."""
+    likewise for goodput >= 99 % of offered. `corrected_knee`: as the knee, with every rate over the machine's speed at
+    it. `complete`: False after Ctrl-C. `measures`: what hypotheses speak of; `NAME_error`: how well NAME is known
+    (absolute, one standard deviation), as far as that is a matter of the machine's speed."""
 
     knee: Interval | None
     slo: Interval | None
@@ -151,6 +167,7 @@ class Summary(Judgement, frozen=True, kw_only=True):
     scores: list[Score] = []
     usl: UslFit | None = None
     notes: list[str] = []
+    corrected_knee: Interval | None = None
 
 
 class FaultCell(Judgement, frozen=True, kw_only=True):

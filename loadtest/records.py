@@ -48,6 +48,26 @@ class Fingerprint(Record, frozen=True, kw_only=True):
     gpus: list[Gpu] = []
 
 
+class ReferenceWork(Record, frozen=True, kw_only=True):
+    """The piece of work that `ReferenceTime`s are of. Times of two runs are comparable where all of it is equal.
+    `bytes`: of weights, of all threads."""
+
+    name: str
+    threads: int
+    bytes: int
+    numpy: str
+
+
+class ReferenceTime(Record, frozen=True, kw_only=True):
+    """How long that work took, as a median of several rounds, with the service idle. `python`: the part of it that was
+    pure Python. `spread`: between the rounds' quartiles, relative to the median."""
+
+    at: float
+    seconds: float
+    python: float = 0.0
+    spread: float = 0.0
+
+
 class Target(Record, frozen=True, kw_only=True):
     """The service under test, as its own Capacity message describes it. `command`: how it was started, if by us."""
 
@@ -88,7 +108,7 @@ class RunKind(StrEnum):
 
 class Run(Record, frozen=True, kw_only=True):
     """`created`: ISO 8601, UTC. `started`: CLOCK_MONOTONIC at second 0. `parameters`: everything a run depends on
-    that has no field of its own."""
+    that has no field of its own. `reference`: None where the machine's speed was not measured."""
 
     schema: int = SCHEMA
     kind: RunKind
@@ -102,6 +122,7 @@ class Run(Record, frozen=True, kw_only=True):
     fingerprint: Fingerprint
     hypotheses: list[Hypothesis] = []
     parameters: dict[str, Any] = {}
+    reference: ReferenceWork | None = None
 
 
 # --- the load --------------------------------------------------------------------------------------------------------
@@ -258,7 +279,7 @@ class Level(Record, frozen=True, kw_only=True):
     (closed loop). `repeat`: 0, 1, ... in its group. `multiple`: rate over the knee, in phase BEYOND.
     `start` <= `window_start` <= `window_end` (arrivals stop) <= `end` (nothing in flight, or cut off). A closed loop
     has neither warm-up nor drain in its window. `schedule`: its file. `interrupted`: Ctrl-C cut it short.
-    `recovery`: as in `Measures`, where probes were sent.
+    `recovery`: as in `Measures`, where probes were sent. `before`, `after`: of the machine's speed.
     """
 
     index: int
@@ -279,6 +300,8 @@ class Level(Record, frozen=True, kw_only=True):
     interrupted: bool = False
     recovery: float | None = None
     clients: list[ClientReport] = []
+    before: ReferenceTime | None = None
+    after: ReferenceTime | None = None
     parameters: dict[str, Any] = {}
 
 

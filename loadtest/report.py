@@ -8,8 +8,9 @@ from typing import Any
 
 from loadtest import classify
 from loadtest.headline import headline
-from loadtest.judge import SLO_SHARE
+from loadtest.judge import FULL, SLO_SHARE
 from loadtest.judgements import LevelClass, Verdict
+from loadtest.machine import UNSTEADY, machine_notes
 from loadtest.page.render import render
 from loadtest.plots import axes
 from loadtest.plots.catalogue import figures
@@ -111,6 +112,7 @@ def scores(reading: Reading) -> list[dict[str, str]]:
     found = []
     for score in reading.summary.scores:
         hypothesis = known[score.hypothesis]
+        error = reading.summary.measures.get(f"{hypothesis.measure}_error")
         verdict, sign, words = {
             True: ("holds", "✓", "holds"),
             False: ("fails", "✗", "does not hold"),
@@ -123,7 +125,8 @@ def scores(reading: Reading) -> list[dict[str, str]]:
                 "words": words,
                 "text": hypothesis.text,
                 "measure": hypothesis.measure,
-                "measured": _measure_words(hypothesis.measure, score.measured),
+                "measured": _measure_words(hypothesis.measure, score.measured)
+                + (f" ± {_measure_words(hypothesis.measure, error)}" if error is not None else ""),
                 "bound": f"{RELATIONS[hypothesis.relation]} {_measure_words(hypothesis.measure, hypothesis.bound)}",
             }
         )
@@ -134,7 +137,7 @@ def _measure_words(name: str, value: float | None) -> str:
     """Measures are named for what they are."""
     if name.startswith(("ttft", "refusal", "recovery", "floor")):
         return seconds(value)
-    if name.startswith(("goodput_share", "little_gap", "knee_width")):
+    if name.startswith(("goodput_share", "best_goodput_share", "little_gap", "knee_width")):
         return share(value)
     return number(value)
 
@@ -180,8 +183,17 @@ def _level_row(verdict: Verdict) -> dict[str, Any]:
             f"{measures.failed}",
             f"{measures.censored}",
             share(measures.little_gap),
+            _machine_words(verdict),
         ],
     }
+
+
+def _machine_words(verdict: Verdict) -> str:
+    """With how well it is known, and marked where it changed too much."""
+    if verdict.machine is None:
+        return NONE
+    mark = ", unsteady" if verdict.machine.unsteady else ""
+    return f"{share(verdict.machine.value)} ± {share(verdict.machine.error)}{mark}"
 
 
 def facts(run: Run) -> list[dict[str, Any]]:
@@ -229,7 +241,7 @@ def facts(run: Run) -> list[dict[str, Any]]:
 
 def caveats(reading: Reading) -> list[str]:
     """What limits this very run."""
-    found = list(reading.summary.notes)
+    found = [*reading.summary.notes, *machine_notes(reading.run, reading.summary)]
     counted = [verdict.measures for verdict in reading.verdicts if verdict.level_class is not LevelClass.VOID]
     if reading.run.target.address.startswith(("127.", "localhost", "[::1]")):
         cores = reading.run.fingerprint.cores
@@ -277,6 +289,16 @@ def method(run: Run) -> list[str]:
         "completions may owe to luck (two standard deviations of the number in flight), to the lowest rate that does "
         f"not, and as much more. The limits' interval: from {share(SLO_SHARE)} of the highest rate at which goodput "
         "was at least so much of what was offered, to the lowest at which it was not.",
+        "The machine's speed: a fixed piece of work on all cores, timed while nothing is asked of the service, before "
+        "and after every level. A level's speed is the mean of the two over the run's median. Its error (±, one "
+        "standard deviation) is what they differ by, or differ by on average if that is more, over the root of 12: as "
+        "of a speed that jumps at any moment between them, or wanders. Where they differ by more than "
+        f"{share(UNSTEADY)} the level is marked unsteady. Everything here is as measured but for what says that it is "
+        "over the machine's speed: the goodput hypothesis, and a second knee.",
+        "Goodput beyond the knee is judged against its peak: at the highest rate that is kept up with, all repeats "
+        f"together, or in the median group from {FULL[0]:g} to {FULL[1]:g} times it, if that is more; both over the "
+        "machine's speed. The best of all levels is the luckiest one, and the luckier the more levels there are; "
+        "against it, uncorrected, stands a hypothesis of its own.",
         f"A level is voided when the client was the bottleneck: sends later than {seconds(classify.LATENESS)} (p99) "
         f"or {share(classify.LATENESS_SHARE)} of the mean gap, whichever is more; a client process above "
         f"{share(classify.CLIENT_CPU)} of a core; requests that the client could not send.",

@@ -21,7 +21,8 @@ from loadtest.launch import Service
 from loadtest.mix import RequestClass
 from loadtest.orders import Transport
 from loadtest.progress import RunProgress
-from loadtest.records import Fingerprint, Hypothesis, Limits, Run, RunKind, Target
+from loadtest.records import Fingerprint, Hypothesis, Limits, ReferenceWork, Run, RunKind, Target
+from loadtest.reference import Reference
 from loadtest.result import Result
 from loadtest.target import describe, vocabulary
 
@@ -69,7 +70,7 @@ class Record:
     origin: float = field(default_factory=time.monotonic)
     result: Result | None = None
 
-    def open(self, target: Target, machine: Fingerprint) -> Result:
+    def open(self, target: Target, machine: Fingerprint, reference: ReferenceWork | None = None) -> Result:
         if self.result is None:
             options = self.options
             run = Run(
@@ -89,6 +90,7 @@ class Record:
                     "transport": str(options.transport),
                     **self.parameters,
                 },
+                reference=reference,
             )
             self.result = Result.create(options.out, run)
         return self.result
@@ -101,14 +103,18 @@ async def session(
     """Raises TargetError, LaunchError, FleetError, ResultError."""
     options = record.options
     async with AsyncExitStack() as stack:
-        address, command, pid, url = options.address, [*options.serve_arguments], options.pid, options.metrics_url
-        service = None
+        address, pid, url = options.address, options.pid, options.metrics_url
+        service, command = None, list[str]()
         if not address:
             progress.doing("starting the service", 20.0)
             service = await stack.enter_async_context(Service(options.serve_arguments))
             address, command, pid, url = service.address, service.command, service.pid, service.metrics_url
-        target, ids = await describe(address, command), await vocabulary(address)
-        result = record.open(target, machine)
+        target, ids = await describe(address, command, url), await vocabulary(address)
+        reference = None
+        if has_reference(record.kind, target, pid):
+            reference = await asyncio.to_thread(Reference)
+            stack.callback(reference.close)
+        result = record.open(target, machine, None if reference is None else reference.work)
         clients = setups(
             options.clients,
             address,
@@ -121,9 +127,24 @@ async def session(
         )
         fleet = await stack.enter_async_context(Fleet(clients))
         driver = ServiceDriver(
-            fleet, result, mix, address, ids, record.origin, metrics_url=url, pid=pid, next_level=first_level
+            fleet,
+            result,
+            mix,
+            address,
+            ids,
+            record.origin,
+            metrics_url=url,
+            pid=pid,
+            next_level=first_level,
+            reference=reference,
         )
         yield Session(driver, target, service, ids)
+
+
+def has_reference(kind: RunKind, target: Target, pid: int | None) -> bool:
+    """Whether this machine's speed is the service's: its processes are here and compute on the CPU. Services of a fault
+    matrix may be broken, and busy, when a level is over."""
+    return kind is not RunKind.FAULTS and pid is not None and target.device == "cpu"
 
 
 async def machine_of() -> Fingerprint:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -13,6 +14,7 @@ from grpc import aio
 from loadtest.ending import CHANNEL_OPTIONS
 from loadtest.mix import WORDS
 from loadtest.records import Target
+from loadtest.telemetry import scrape
 from octavo.v1 import (
     capacity_pb2,
     capacity_pb2_grpc,
@@ -27,14 +29,16 @@ PROBE_SECONDS = 10.0
 PROBE_PERIOD = 0.1
 PLAIN_IDS = list(range(32, 96))  # for a server without a tokenizer
 RECOVERED = 1.2  # of the floor
+DEVICE = re.compile(r'engine_info\{.*\bdevice="([^"]*)"')
 
 
 class TargetError(Exception):
     """Nothing answers there; the message says so."""
 
 
-async def describe(address: str, command: Sequence[str] = ()) -> Target:
-    """Raises TargetError. A server without a capacity service is described by its address alone."""
+async def describe(address: str, command: Sequence[str] = (), metrics_url: str | None = None) -> Target:
+    """Raises TargetError. A server without a capacity service is described by its address alone. Its device is told by
+    its metrics alone."""
     async with aio.insecure_channel(address, CHANNEL_OPTIONS) as channel:
         stub: Any = capacity_pb2_grpc.CapacityServiceStub(channel)
         try:
@@ -48,12 +52,19 @@ async def describe(address: str, command: Sequence[str] = ()) -> Target:
         address=address,
         instance_id=capacity.instance_id,
         model=capacity.model,
+        device=await asyncio.to_thread(device_of, metrics_url) if metrics_url else "",
         max_context_tokens=limits.max_context_tokens,
         max_running_requests=limits.max_running_requests,
         max_queued_requests=limits.max_queued_requests,
         kv_tokens=limits.kv_total_blocks * limits.kv_block_tokens,
         command=list(command),
     )
+
+
+def device_of(metrics_url: str) -> str:
+    """Where the engine computes, such as "cpu"; empty if it does not say."""
+    found = (DEVICE.match(name) for name in scrape(metrics_url))
+    return next((match[1] for match in found if match), "")
 
 
 async def vocabulary(address: str) -> list[int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from loadtest.plots import latency, matrix, spread, throughput, timeline
+from loadtest.plots import latency, machine, matrix, spread, throughput, timeline
 from loadtest.plots.figure import Figure
 from loadtest.reading import Reading
 
@@ -19,6 +19,7 @@ MAKERS = (
     spread.prefix_cache,
     latency.pareto,
     throughput.little,
+    machine.speed,
 )
 
 

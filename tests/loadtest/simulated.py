@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import heapq
+import math
+import random
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -11,9 +13,21 @@ from loadtest.drive import schedule_of
 from loadtest.measure import LevelRows
 from loadtest.mix import Form, RequestClass, deal
 from loadtest.plan import LevelPlan
-from loadtest.records import Arrival, ClientReport, Level, Outcome, Phase, RequestRow, TelemetryRow
+from loadtest.records import (
+    Arrival,
+    ClientReport,
+    Level,
+    Outcome,
+    Phase,
+    ReferenceTime,
+    ReferenceWork,
+    RequestRow,
+    TelemetryRow,
+)
 
 GAP = 1.0  # seconds between levels
+REFERENCE = 0.03  # seconds of it on a machine of speed 1
+WORK = ReferenceWork(name="simulated", threads=2, bytes=1 << 26, numpy="none")
 QUIET = ClientReport(client=0, cpu=0.1, lag_p50=0.0001, lag_p99=0.001, lag_max=0.002)
 
 
@@ -27,15 +41,41 @@ class Job:
 
 
 @dataclass
+class Drift:
+    """A machine whose speed goes up and down around `mean` by up to `by`, slowly and a little faster, and whose
+    reference is off by about `noise`."""
+
+    seed: int
+    by: float = 0.08
+    mean: float = 1.0
+    noise: float = 0.004
+
+    def __post_init__(self) -> None:
+        self._random = random.Random(self.seed)
+        self._phases = [self._random.uniform(0, 2 * math.pi) for _ in range(2)]
+
+    def speed(self, at: float) -> float:
+        waves = zip((0.6, 0.4), (310, 140), self._phases, strict=True)
+        moved = sum(share * math.sin(2 * math.pi * at / period + phase) for share, period, phase in waves)
+        return self.mean * (1 + self.by * moved)
+
+    def reference(self, at: float) -> ReferenceTime:
+        return ReferenceTime(at=at, seconds=REFERENCE / self.speed(at) * self._random.gauss(1.0, self.noise))
+
+
+@dataclass
 class SteppingServer:
     """Continuous batching: a step takes `base + each * n` seconds and gives each of n running requests a token.
-    Beyond `seats` they queue; beyond `queue` waiting ones they are refused. Capacity is known in closed form."""
+    Beyond `seats` they queue; beyond `queue` waiting ones they are refused, which costs a step `refusal` seconds each.
+    Capacity is known in closed form. machine: None is one of speed 1 that nobody measured."""
 
     base: float = 0.010
     each: float = 0.001
     seats: int = 16
     queue: int = 1_000_000
     tokens: tuple[int, int] = (8, 24)  # of a request, equally likely, both ends included
+    refusal: float = 0.0
+    machine: Drift | None = None
     next_level: int = 0
     now: float = 0.0
     schedules: dict[int, list[Arrival]] = field(default_factory=dict)
@@ -71,6 +111,8 @@ class SteppingServer:
             seed=plan.seed,
             recovery=end - window_end + self.base + self.each if plan.phase is Phase.RECOVERY else None,
             clients=[QUIET],
+            before=None if self.machine is None else self.machine.reference(start - GAP / 2),
+            after=None if self.machine is None else self.machine.reference(end + GAP / 4),
         )
         self.schedules[level.index] = [Arrival(at=row.intended - start, kind="chat", seed=row.index) for row in rows]
         self.next_level += 1
@@ -95,7 +137,7 @@ class SteppingServer:
         running: list[Job] = []
         rows: list[RequestRow] = []
         telemetry: list[TelemetryRow] = []
-        now, steps, generated, refused = start, 0, 0, 0
+        now, steps, generated, refused, told = start, 0, 0, 0, 0
         while now < cut and (coming or waiting or running):
             while coming and coming[0].intended <= now:
                 job = coming.popleft()
@@ -111,7 +153,9 @@ class SteppingServer:
             if not running:
                 now = min(cut, coming[0].intended) if coming else cut
                 continue
-            now += self.base + self.each * len(running)
+            step = self.base + self.each * len(running) + self.refusal * (refused - told)
+            now += step / (1.0 if self.machine is None else self.machine.speed(now))
+            told = refused
             steps += 1
             generated += len(running)
             for job in running:

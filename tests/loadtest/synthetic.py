@@ -10,10 +10,10 @@ from pathlib import Path
 from loadtest.judge import judge_levels, summarize
 from loadtest.judgements import Verdict
 from loadtest.measure import LevelRows
-from loadtest.records import Fingerprint, Hypothesis, Limits, Run, RunKind, Target
+from loadtest.records import Fingerprint, Hypothesis, Limits, ReferenceWork, Run, RunKind, Target
 from loadtest.result import Result
 from loadtest.search import Search, Settings
-from tests.loadtest.simulated import SteppingServer
+from tests.loadtest.simulated import WORK, SteppingServer
 
 LIMITS = Limits(ttft=1.0, tpot=0.1)
 FAST = Settings(calibrate=10.0, warm_up=10.0, window=40.0, beyond=20.0)
@@ -23,7 +23,7 @@ HYPOTHESES = [
 ]
 
 
-def run_record(seed: int = 1) -> Run:
+def run_record(seed: int = 1, reference: ReferenceWork | None = None) -> Run:
     fingerprint = Fingerprint(
         cpu="simulated",
         cores=2,
@@ -46,6 +46,7 @@ def run_record(seed: int = 1) -> Run:
         target=Target(address="simulated", model="stepping"),
         fingerprint=fingerprint,
         hypotheses=HYPOTHESES,
+        reference=reference,
     )
 
 
@@ -54,7 +55,7 @@ async def synthetic_map(
 ) -> Result:
     """A complete map in a new folder, judged."""
     server = server or SteppingServer(queue=20)
-    result = Result.create(folder, run_record(seed))
+    result = Result.create(folder, run_record(seed, None if server.machine is None else WORK))
 
     def keep(part: LevelRows, verdict: Verdict) -> None:
         level = part.level

@@ -15,7 +15,7 @@ from loadtest.plan import LevelPlan
 from loadtest.reading import Reading
 from loadtest.records import Gpu, GpuSample, Phase, RequestRow, RunKind, TelemetryRow
 from loadtest.result import Result
-from tests.loadtest.simulated import SteppingServer
+from tests.loadtest.simulated import WORK, SteppingServer
 from tests.loadtest.synthetic import run_record, synthetic_map
 
 PROMPTS = (20, 100, 700, 3000)
@@ -130,7 +130,7 @@ def levels(
     beyond: tuple[tuple[float, float], ...] = ((2.0, 80.0),),
 ) -> Result:
     """A few levels of a server, without a search. beyond: (multiple, rate)."""
-    result = Result.create(folder, run_record(seed))
+    result = Result.create(folder, run_record(seed, None if server.machine is None else WORK))
     times = {"warm_up": 5.0, "window": 30.0, "drain_limit": 30.0}
     plans = [LevelPlan(phase=Phase.CALIBRATE, concurrency=count, seed=0, **times) for count in closed]
     plans += [LevelPlan(phase=Phase.LADDER, rate=rate, seed=0, **times) for rate in rates]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import random
 from dataclasses import dataclass, field
-from dataclasses import replace as with_fields
 from pathlib import Path
 
 import numpy as np
@@ -30,6 +29,7 @@ from loadtest.compare import (
     shows,
 )
 from loadtest.comparing import page_of, sentence, write_comparison
+from loadtest.correction import Correction
 from loadtest.judgements import Interval, LevelClass
 from loadtest.measure import LevelRows
 from loadtest.plan import LevelPlan
@@ -77,11 +77,11 @@ def test_batches_as_they_are_give_the_verdicts_figures(one: Reading) -> None:
     """Each batch once is the level itself: the same values as by `measure`."""
     for verdict in one.verdicts:
         drawn = Batches.draw(one.parts_of(verdict), np.random.default_rng(1))
-        once = with_fields(drawn, counts=np.ones_like(drawn.counts))
+        once = drawn.once
         for figure in FIGURES:
             expected = figure.value(verdict.measures)
             samples = figure.samples(once, LIMITS)
-            assert samples == pytest.approx(np.full(DRAWS, expected)), figure.name
+            assert samples == pytest.approx(np.array([expected])), figure.name
 
 
 def level_of(values: list[float], seconds: float = 100.0) -> LevelRows:
@@ -285,10 +285,11 @@ def test_knees_are_intervals(one: Reading) -> None:
         (8.0, 8.3, Finding.SLOWER),
         (9.0, 11.8, Finding.CANNOT_TELL),
     ):
-        change = knee_change(first, with_knee(Interval(low=low, high=high)))
+        second = with_knee(Interval(low=low, high=high))
+        change = knee_change(first, second, Correction.between(first, second))
         assert change is not None
         assert change.finding is finding
-    assert knee_change(first, with_knee(None)) is None
+    assert knee_change(first, with_knee(None), Correction.between(first, first)) is None
 
 
 # --- pairs -----------------------------------------------------------------------------------------------------------

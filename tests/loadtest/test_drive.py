@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -19,7 +19,7 @@ from loadtest.mapping import judge
 from loadtest.mix import SHORT
 from loadtest.orders import Order
 from loadtest.plan import LevelPlan
-from loadtest.records import Phase
+from loadtest.records import Phase, ReferenceTime
 from loadtest.result import Result
 from tests.loadtest.synthetic import run_record
 
@@ -35,14 +35,34 @@ class InterruptedFleet:
         raise Interrupted([])
 
 
+class EmptyFleet:
+    """Its levels last as long as they are to, and nothing comes of them."""
+
+    async def play(self, order: Order) -> list[Any]:
+        await asyncio.sleep(max(0.0, order.stop - time.monotonic()))
+        return []
+
+
+class CountedReference:
+    """The nth taking takes n seconds, by its own account."""
+
+    def __init__(self) -> None:
+        self.taken = 0
+
+    def take(self, origin: float) -> ReferenceTime:
+        self.taken += 1
+        return ReferenceTime(at=time.monotonic() - origin, seconds=float(self.taken))
+
+
+@asynccontextmanager
+async def no_telemetry(*_: object) -> AsyncIterator[SimpleNamespace]:
+    yield SimpleNamespace(rows=[])
+
+
 @pytest.mark.parametrize(("warm_up", "kept"), [(60.0, 0), (0.1, 1)])
 async def test_a_level_interrupted_before_its_window_is_no_level(
     warm_up: float, kept: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    @asynccontextmanager
-    async def no_telemetry(*_: object) -> AsyncIterator[SimpleNamespace]:
-        yield SimpleNamespace(rows=[])
-
     monkeypatch.setattr(drive, "Telemetry", no_telemetry)
     result = Result.create(tmp_path / "result", run_record())
     fleet: Any = InterruptedFleet(0.2)
@@ -53,3 +73,46 @@ async def test_a_level_interrupted_before_its_window_is_no_level(
     assert len(result.levels) == kept
     summary = judge(result, complete=False, notes=["interrupted"], extra={"minutes": 0.0})
     assert summary.notes == ["interrupted"]
+
+
+async def test_the_machines_speed_is_measured_before_and_after_every_level(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(drive, "Telemetry", no_telemetry)
+    fleet, reference = cast(Any, EmptyFleet()), cast(Any, CountedReference())
+    result = Result.create(tmp_path / "result", run_record())
+    origin = time.monotonic()
+    driver = ServiceDriver(fleet, result, {"short": SHORT}, "x:1", [1], origin, floor=0.1, reference=reference)
+    for _ in range(2):
+        await driver.run(LevelPlan(phase=Phase.LADDER, warm_up=0.1, window=0.1, drain_limit=0.1, seed=1, rate=5.0))
+    assert [
+        (level.before and level.before.seconds, level.after and level.after.seconds) for level in result.levels
+    ] == [
+        (1.0, 2.0),
+        (3.0, 4.0),
+    ]
+    for level in result.levels:
+        assert level.before is not None
+        assert level.after is not None
+        assert level.before.at < level.start < level.end < level.after.at
+
+
+async def test_an_interruption_while_the_speed_is_measured_costs_no_level(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(drive, "Telemetry", no_telemetry)
+    fleet = cast(Any, EmptyFleet())
+    result = Result.create(tmp_path / "result", run_record())
+    driver = ServiceDriver(fleet, result, {"short": SHORT}, "x:1", [1], time.monotonic(), floor=0.1)
+    speeds = iter([None])
+
+    async def speed() -> None:
+        if next(speeds, False) is False:
+            raise asyncio.CancelledError
+
+    monkeypatch.setattr(driver, "_speed", speed)
+    with pytest.raises(asyncio.CancelledError):
+        await driver.run(LevelPlan(phase=Phase.LADDER, warm_up=0.1, window=0.1, drain_limit=0.1, seed=1, rate=5.0))
+    (level,) = result.levels
+    assert not level.interrupted
+    assert level.after is None
