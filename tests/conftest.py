@@ -1,15 +1,22 @@
-"""Lets a machine that lacks some packages run what it can (`make gpu-test`), and say what it left out."""
+"""Lets a machine that lacks some packages run what it can (`make gpu-test`), and say what it left out. And after every
+test, whatever it was about, engines without work hold nothing."""
 
 from __future__ import annotations
 
 import importlib.util
 import os
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 OURS = {"engine", "service", "loadtest", "octavo", "tests"}
 left_out: dict[str, str] = {}
+engines: weakref.WeakSet[Any] = weakref.WeakSet()  # of this thread; a client's own thread may be at work at any time
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -26,6 +33,32 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     for path, package in left_out.items():
         terminalreporter.write_line(f"LEFT OUT {path}: {package} is not installed")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """Before any fixture makes an engine. A run of tests that need none loads no torch for this."""
+    module = sys.modules.get("engine.engine")
+    if module is not None and not hasattr(module.Engine._build, "follows"):
+        module.Engine._build = _following(module.Engine._build)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call() -> Iterator[None]:
+    yield
+    for engine in list(engines):
+        if not engine.has_work:
+            engine.scheduler.check_idle()
+
+
+def _following(build: Callable[..., None]) -> Callable[..., None]:
+    def build_and_follow(engine: Any, *arguments: Any) -> None:
+        build(engine, *arguments)
+        if threading.current_thread() is threading.main_thread():
+            engines.add(engine)
+
+    build_and_follow.follows = True  # type: ignore[attr-defined]
+    return build_and_follow
 
 
 def _missing_package(path: Path) -> str | None:
