@@ -1,4 +1,4 @@
-"""How much KV cache the running sequences will need before they end.
+"""How much KV cache the running sequences will need before they end, and what is learned from those before them.
 
 Admitting by what is free now lets too many in: they all grow, and some must be preempted. Reserving every sequence's
 limit lets too few in. Between the two lies the peak of what is to come: when a sequence ends its blocks are free again,
@@ -55,6 +55,22 @@ class OutputForecast:
         expected = self.mean if self.observed else self.first_guess
         output = sequence.num_tokens - sequence.num_prompt
         return max(0, min(limit, round(max(expected - output, expected / 4, 1))))
+
+
+@dataclass(slots=True)
+class PromptForecast:
+    """Learns how much of their prompts requests find computed when their turn comes."""
+
+    share: float = 0.0
+    observed: int = 0
+
+    def observe(self, found: int, tokens: int) -> None:
+        self.observed += 1
+        self.share += (found / tokens - self.share) * max(_SMOOTHING, 1 / self.observed)
+
+    def found(self, tokens: int) -> int:
+        """Of a prompt of so many tokens, those that will not have to be computed."""
+        return min(tokens - 1, int(tokens * self.share))
 
 
 @dataclass(slots=True)

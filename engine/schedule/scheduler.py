@@ -17,7 +17,7 @@ from engine.schedule.counters import Counters
 from engine.schedule.deadlines import Deadlines
 from engine.schedule.finish import finish_after
 from engine.schedule.first_token import TELLING_TOKENS, PrefillBound, common_tokens
-from engine.schedule.forecast import Demand, OutputForecast, own_tokens
+from engine.schedule.forecast import Demand, OutputForecast, PromptForecast, own_tokens
 from engine.schedule.live_requests import LiveRequests
 from engine.schedule.plan import ScheduledSequence, StepOutcome, StepPlan
 from engine.schedule.policy import Policy, PriorityWithAgeing
@@ -69,6 +69,7 @@ class Scheduler:
         self.queue_delay = 0.0  # seconds, by the last estimate
         self.prefill = PrefillBound(min(TELLING_TOKENS, limits.max_batched_tokens))
         self._outputs = forecast or OutputForecast()
+        self._prompts = PromptForecast()
         self._policy: Policy = policy or PriorityWithAgeing()
         self._composition: Composition = composition or MixedSteps(limits.max_batched_tokens)
         self._live = LiveRequests(limits.max_context_tokens, eos_token_ids)
@@ -307,7 +308,9 @@ class Scheduler:
 
         def need(sequence: Sequence) -> Need:
             remaining = self._outputs.remaining(sequence) if known else 0
-            return Need(own_tokens(sequence, size, remaining) // size, sequence.num_uncomputed, remaining)
+            found = self._expected_found(sequence)
+            blocks = (own_tokens(sequence, size, remaining) - found) // size
+            return Need(blocks, sequence.num_uncomputed - found, remaining)
 
         resident = self._running + self._arriving
         running = [need(sequence) for sequence in resident]
@@ -315,6 +318,12 @@ class Scheduler:
         free = allocator.num_blocks - shared - sum(item.blocks for item in running)
         waiting = [need(sequence) for sequence in self._waiting]
         self.queue_delay = queue_delay(running, waiting, tables.num_free_slots, free, pace)
+
+    def _expected_found(self, sequence: Sequence) -> int:
+        """How many tokens of a prompt that waits for its first turn will then be there already."""
+        if sequence.phase is not Phase.WAITING or sequence.preemptions:
+            return 0
+        return self._prompts.found(sequence.num_prompt) if self.residency.reads_cache(sequence.group.request) else 0
 
     def check_idle(self) -> None:
         """Raises EngineError unless there is no work and nothing is held for any."""
@@ -460,6 +469,8 @@ class Scheduler:
             group.first_scheduled = now
             group.cached_prompt_tokens = min(sequence.num_computed, sequence.num_prompt)
             self.counters.cached_prompt_tokens += group.cached_prompt_tokens
+            if self.residency.reads_cache(group.request):
+                self._prompts.observe(group.cached_prompt_tokens, sequence.num_prompt)
         return self._composition.entrance(sequence, budget)
 
     # -- outcomes ------------------------------------------------------------------------------------------------------

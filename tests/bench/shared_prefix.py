@@ -12,7 +12,7 @@ from engine.types import GenerationRequest, SamplingParameters, StopCriteria, To
 
 PREFIX = 2000
 QUESTION = 20
-USERS = 16
+USERS = 64
 
 
 def measure() -> dict[str, float]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from engine.loop import StepLoop
 from engine.schedule.queue_delay import Need, Pace, queue_delay
 from engine.types import FailureKind, RequestFailed
 from tests.schedule.fake_model import make_loop, request, run_to_end
@@ -37,6 +38,20 @@ def test_a_long_queue_is_extrapolated() -> None:
     assert queue_delay([], [one] * 1000, 1000, 10_000, PACE) == pytest.approx(1000.0)
 
 
+def steps_to_its_turn(loop: StepLoop, prefill_rate: float) -> tuple[float, int]:
+    """What the scheduler expects of a request that comes now, in seconds, where a step takes one; and what it takes."""
+    scheduler = loop.scheduler
+    scheduler.estimate_delay(Pace(prefill_rate=prefill_rate, step_seconds=1.0))
+    estimate, steps = scheduler.queue_delay, 0
+    scheduler.submit(request("last", [1], 5), 0.0)
+    last = scheduler._live.get("last")  # no public way tells when a turn comes
+    assert last is not None
+    while last.first_scheduled is None:
+        loop.step()
+        steps += 1
+    return estimate, steps
+
+
 def test_the_estimate_is_about_what_a_queue_takes() -> None:
     """One slot, ten requests of ten tokens each: a simulated second a step, learned from one that ended."""
     loop = make_loop(num_blocks=40, max_num_seqs=1, max_batched_tokens=8)
@@ -46,17 +61,24 @@ def test_the_estimate_is_about_what_a_queue_takes() -> None:
     for index in range(10):
         scheduler.submit(request(str(index), [index] * 8, 10), 0.0)
     loop.step()
-    scheduler.estimate_delay(Pace(prefill_rate=8.0, step_seconds=1.0))
-    estimate, steps = scheduler.queue_delay, 0
-    scheduler.submit(request("last", [1], 5), 0.0)
-    last = scheduler._live.get("last")  # no public way tells when a turn comes
-    assert last is not None
-    while last.first_scheduled is None:
-        loop.step()
-        steps += 1
+    estimate, steps = steps_to_its_turn(loop, prefill_rate=8.0)
     assert 0.8 * steps <= estimate <= 1.2 * steps
     run_to_end(loop)
     assert loop.stats().queue_delay_seconds == 0.0
+
+
+def test_prompts_that_will_be_found_computed_delay_nobody() -> None:
+    """A dozen behind a long beginning that all have in common, of which the pool holds three without sharing."""
+    loop = make_loop(num_blocks=60, max_num_seqs=4, max_batched_tokens=16, prefix_caching=True)
+    scheduler, common = loop.scheduler, list(range(80))
+    scheduler.submit(request("first", common, 8), 0.0)
+    run_to_end(loop)
+    for index in range(12):
+        scheduler.submit(request(str(index), [*common, *range(100 + 4 * index, 104 + 4 * index)], 8), 0.0)
+    for _ in range(3):
+        loop.step()
+    estimate, steps = steps_to_its_turn(loop, prefill_rate=16.0)
+    assert 0.8 * steps <= estimate <= 1.4 * steps
 
 
 def test_a_refusal_says_when_to_come_again() -> None:
