@@ -18,7 +18,7 @@ from pathlib import Path
 import msgspec
 
 from loadtest.records import Arrival, ArrivalProcess
-from loadtest.result import read_rows
+from loadtest.result import read_schedule
 
 
 class ScheduleError(Exception):
@@ -106,10 +106,10 @@ def _within(segment: Segment, mass: float) -> float:
 
 
 def replay(path: Path) -> list[Arrival]:
-    """A schedule of an earlier result (`schedules/INDEX.jsonl.gz`), or a trace of lines {"timestamp": ms,
+    """A schedule of an earlier result (`schedules/INDEX.jsonl.xz`), or a trace of lines {"timestamp": ms,
     "input_length": tokens, "output_length": tokens}. Raises ResultError, ScheduleError."""
-    if ".jsonl.gz" in path.name:
-        return read_rows(path, Arrival)
+    if ".jsonl.xz" in path.name:
+        return read_schedule(path)
     try:
         lines = [msgspec.json.decode(line, type=TraceLine) for line in path.read_bytes().splitlines() if line.strip()]
     except (OSError, msgspec.MsgspecError) as error:

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-SCHEMA = 1
+SCHEMA = 2
 
 
 class Record(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -108,9 +108,10 @@ class RunKind(StrEnum):
 
 class Run(Record, frozen=True, kw_only=True):
     """`created`: ISO 8601, UTC. `started`: CLOCK_MONOTONIC at second 0. `parameters`: everything a run depends on
-    that has no field of its own. `reference`: None where the machine's speed was not measured."""
+    that has no field of its own. `reference`: None where the machine's speed was not measured. `schema`: of the
+    folder; absent in the first one's."""
 
-    schema: int = SCHEMA
+    schema: int = 1
     kind: RunKind
     created: str
     started: float

@@ -1,9 +1,9 @@
 """A result is a folder:
 
     run.json                  `Run`: what ran, where, with which hypotheses; written before the first request
-    schedules/INDEX.jsonl.gz  `Arrival`s of a level, as they were dealt out
-    requests.jsonl.gz         `RequestRow`s, appended level by level
-    telemetry.jsonl.gz        `TelemetryRow`s, appended level by level
+    schedules/INDEX.jsonl.xz  `Arrival`s of a level, as they were dealt out, in columns (see `loadtest.columns`)
+    requests.jsonl.xz         `RequestRow`s: a line of columns for each level, appended
+    telemetry.jsonl.xz        `TelemetryRow`s, appended level by level
     levels.jsonl              `Level`s, each appended after its rows: a row without its level was cut off and is ignored
     verdicts.jsonl            `Verdict`s   } judgements: rewritten by `python -m loadtest grade`
     summary.json              `Summary`    }
@@ -11,23 +11,24 @@
     overhead.jsonl            `OverheadRow`s, of an overhead run
     plots/ report.html        made from the above by `python -m loadtest report`
 
-Compressed files are gzip members one after another, so that appending is safe and `zcat` reads them.
+Compressed files are xz streams one after another, so that appending is safe and `xzcat` reads them.
 """
 
 from __future__ import annotations
 
-import gzip
-import zlib
-from collections.abc import Iterable, Sequence
+import lzma
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
 import msgspec
 
+from loadtest.columns import Columns, arrival_columns, arrivals_of, request_columns, request_rows
 from loadtest.judgements import FaultCell, OverheadRow, Summary, Verdict
 from loadtest.records import SCHEMA, Arrival, Level, RequestRow, Run, TelemetryRow
 
 Row = TypeVar("Row", bound=msgspec.Struct)
+Value = TypeVar("Value")
 
 
 class ResultError(Exception):
@@ -70,8 +71,8 @@ class Result:
         self, level: Level, requests: Sequence[RequestRow], telemetry: Sequence[TelemetryRow] = ()
     ) -> None:
         """The level goes last: what an interrupted write leaves behind has no level."""
-        self._append("requests.jsonl.gz", requests)
-        self._append("telemetry.jsonl.gz", telemetry)
+        self._append("requests.jsonl.xz", [request_columns(level.index, requests)])
+        self._append("telemetry.jsonl.xz", telemetry)
         self._append("levels.jsonl", [level])
 
     @property
@@ -80,22 +81,25 @@ class Result:
 
     @property
     def requests(self) -> list[RequestRow]:
+        """Raises ResultError."""
         known = {level.index for level in self.levels}
-        return [row for row in self._rows("requests.jsonl.gz", RequestRow) if row.level in known]
+        path = self.folder / "requests.jsonl.xz"
+        blocks = read_rows(path, Columns) if path.exists() else []
+        return [row for block in blocks if block.get("level") in known for row in _whole(path, request_rows, block)]
 
     @property
     def telemetry(self) -> list[TelemetryRow]:
         known = {level.index for level in self.levels}
-        return [row for row in self._rows("telemetry.jsonl.gz", TelemetryRow) if row.level in known]
+        return [row for row in self._rows("telemetry.jsonl.xz", TelemetryRow) if row.level in known]
 
     def write_schedule(self, index: int, arrivals: Sequence[Arrival]) -> str:
         """Returns its path within the result."""
-        name = f"schedules/{index}.jsonl.gz"
-        write_rows(self.folder / name, arrivals)
+        name = f"schedules/{index}.jsonl.xz"
+        write_rows(self.folder / name, [arrival_columns(arrivals)])
         return name
 
     def schedule(self, level: Level) -> list[Arrival]:
-        return read_rows(self.folder / level.schedule, Arrival)
+        return read_schedule(self.folder / level.schedule)
 
     # --- judgements -------------------------------------------------------------------------------------------------
 
@@ -136,7 +140,7 @@ class Result:
         except (OSError, msgspec.MsgspecError) as error:
             raise ResultError(f"{self.folder / name}: {error}") from None
 
-    def _append(self, name: str, rows: Iterable[msgspec.Struct]) -> None:
+    def _append(self, name: str, rows: Iterable[msgspec.Struct | Columns]) -> None:
         with (self.folder / name).open("ab") as file:
             file.write(_encoded(name, rows))
 
@@ -145,32 +149,43 @@ class Result:
         return read_rows(path, kind) if path.exists() else []
 
 
-def write_rows(path: Path, rows: Iterable[msgspec.Struct]) -> None:
+def read_schedule(path: Path) -> list[Arrival]:
+    """Raises ResultError."""
+    return [arrival for block in read_rows(path, Columns) for arrival in _whole(path, arrivals_of, block)]
+
+
+def write_rows(path: Path, rows: Iterable[msgspec.Struct | Columns]) -> None:
     path.write_bytes(_encoded(path.name, rows))
 
 
-def read_rows(path: Path, kind: type[Row]) -> list[Row]:
+def read_rows(path: Path, kind: type[Value]) -> list[Value]:
     """Raises ResultError. A cut last line (the process was killed while it wrote) is left out."""
     try:
         data = path.read_bytes()
-        lines = (_members(data) if path.suffix == ".gz" else data).split(b"\n")
+        lines = (_streams(data) if path.suffix == ".xz" else data).split(b"\n")
         return [msgspec.json.decode(line, type=kind) for line in lines[:-1]]
-    except (OSError, msgspec.MsgspecError) as error:
+    except (OSError, lzma.LZMAError, msgspec.MsgspecError) as error:
         raise ResultError(f"{path}: {error}") from None
 
 
-def _encoded(name: str, rows: Iterable[msgspec.Struct]) -> bytes:
+def _whole(path: Path, make: Callable[[Columns], list[Value]], block: Columns) -> list[Value]:
+    try:
+        return make(block)
+    except (KeyError, TypeError, ValueError, msgspec.MsgspecError) as error:
+        raise ResultError(f"{path}: columns that are no rows: {error!r}") from None
+
+
+def _encoded(name: str, rows: Iterable[msgspec.Struct | Columns]) -> bytes:
     encoder = msgspec.json.Encoder()
     lines = b"".join(encoder.encode(row) + b"\n" for row in rows)
-    # mtime 0: the same rows are the same bytes.
-    return gzip.compress(lines, mtime=0) if name.endswith(".gz") else lines
+    return lzma.compress(lines) if name.endswith(".xz") else lines
 
 
-def _members(data: bytes) -> bytes:
-    """All whole gzip members; a cut last one gives what can be read of it."""
+def _streams(data: bytes) -> bytes:
+    """All whole xz streams; a cut last one gives what can be read of it."""
     parts: list[bytes] = []
     while data:
-        member = zlib.decompressobj(zlib.MAX_WBITS | 16)
-        parts.append(member.decompress(data))
-        data = member.unused_data
+        stream = lzma.LZMADecompressor(lzma.FORMAT_XZ)
+        parts.append(stream.decompress(data))
+        data = stream.unused_data
     return b"".join(parts)

@@ -21,7 +21,7 @@ from loadtest.launch import Service
 from loadtest.mix import RequestClass
 from loadtest.orders import Transport
 from loadtest.progress import RunProgress
-from loadtest.records import Fingerprint, Hypothesis, Limits, ReferenceWork, Run, RunKind, Target
+from loadtest.records import SCHEMA, Fingerprint, Hypothesis, Limits, ReferenceWork, Run, RunKind, Target
 from loadtest.reference import Reference
 from loadtest.result import Result
 from loadtest.target import describe, vocabulary
@@ -74,6 +74,7 @@ class Record:
         if self.result is None:
             options = self.options
             run = Run(
+                schema=SCHEMA,
                 kind=self.kind,
                 created=datetime.now(UTC).isoformat(timespec="seconds"),
                 started=self.origin,

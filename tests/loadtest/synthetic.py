@@ -10,7 +10,7 @@ from pathlib import Path
 from loadtest.judge import judge_levels, summarize
 from loadtest.judgements import Verdict
 from loadtest.measure import LevelRows
-from loadtest.records import Fingerprint, Hypothesis, Limits, ReferenceWork, Run, RunKind, Target
+from loadtest.records import SCHEMA, Fingerprint, Hypothesis, Limits, ReferenceWork, Run, RunKind, Target
 from loadtest.result import Result
 from loadtest.search import Search, Settings
 from tests.loadtest.simulated import WORK, SteppingServer
@@ -36,6 +36,7 @@ def run_record(seed: int = 1, reference: ReferenceWork | None = None) -> Run:
         load_average=0.0,
     )
     return Run(
+        schema=SCHEMA,
         kind=RunKind.MAP,
         created="2026-11-29T00:00:00Z",
         started=0.0,

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from loadtest.arrivals import ScheduleError, flat, ramp, replay, spike, steps, stretched, times
+from loadtest.columns import arrival_columns
 from loadtest.drive import schedule_of
 from loadtest.mix import KINDS, MIXES, RequestBuilder, deal, mix_of
 from loadtest.plan import LevelPlan
@@ -72,8 +73,8 @@ def test_shapes_have_their_arrivals_where_they_belong() -> None:
 
 def test_a_schedule_can_be_played_again(tmp_path: Path) -> None:
     arrivals = deal(drawn(ArrivalProcess.POISSON)[:50], mix_of("mixed"), 3)
-    write_rows(tmp_path / "3.jsonl.gz", arrivals)
-    assert replay(tmp_path / "3.jsonl.gz") == arrivals
+    write_rows(tmp_path / "3.jsonl.xz", [arrival_columns(arrivals)])
+    assert replay(tmp_path / "3.jsonl.xz") == arrivals
 
 
 def test_a_trace_can_be_played(tmp_path: Path) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import lzma
 from pathlib import Path
 
 import pytest
 
+from loadtest.columns import arrival_columns, arrivals_of, request_columns, request_rows
 from loadtest.mapping import special_measures
 from loadtest.records import (
+    SCHEMA,
     Arrival,
     ArrivalProcess,
     Fingerprint,
@@ -26,7 +29,7 @@ from loadtest.result import Result, ResultError
 from tests.loadtest import synthetic_kinds
 
 
-def run_record(schema: int = 1) -> Run:
+def run_record(schema: int = SCHEMA) -> Run:
     fingerprint = Fingerprint(
         cpu="x",
         cores=2,
@@ -123,19 +126,18 @@ def test_a_schedule_is_kept(tmp_path: Path) -> None:
 def test_rows_of_a_level_that_was_cut_off_are_left_out(tmp_path: Path) -> None:
     result = Result.create(tmp_path, run_record())
     result.append_level(level(0), [request(0)])
-    result._append("requests.jsonl.gz", [request(1)])
+    result._append("requests.jsonl.xz", [request_columns(1, [request(1)])])
     assert result.requests == [request(0)]
 
 
 def test_a_cut_file_gives_what_is_whole(tmp_path: Path) -> None:
     result = Result.create(tmp_path, run_record())
     result.append_level(level(0), [request(0)])
-    whole = len((tmp_path / "requests.jsonl.gz").read_bytes())
+    whole = len((tmp_path / "requests.jsonl.xz").read_bytes())
     result.append_level(level(1), [request(1, index) for index in range(500)])
-    path = tmp_path / "requests.jsonl.gz"
+    path = tmp_path / "requests.jsonl.xz"
     path.write_bytes(path.read_bytes()[: whole + 60])
-    assert result.requests[:1] == [request(0)]
-    assert len(result.requests) < 501
+    assert result.requests == [request(0)]
 
 
 def test_no_result_is_overwritten(tmp_path: Path) -> None:
@@ -144,7 +146,51 @@ def test_no_result_is_overwritten(tmp_path: Path) -> None:
         Result.create(tmp_path, run_record())
 
 
-@pytest.mark.parametrize("schema", [0, 2])
+def test_columns_give_back_every_row() -> None:
+    """Whatever ends a request can have, in one level; and none at all."""
+    rows = [
+        request(3, 0),
+        RequestRow(level=3, index=7, kind="json", outcome=Outcome.CLIENT_CAP, intended=2.000001, client=1),
+        RequestRow(
+            level=3,
+            index=2,
+            kind="chat",
+            outcome=Outcome.REFUSED,
+            intended=1.5,
+            sent=1.600003,
+            finish=1.600004,
+            prompt_tokens=12,
+            code="RESOURCE_EXHAUSTED",
+            reason="QUEUE_FULL",
+            cause="the queue is full",
+            queued=0.25,
+        ),
+        RequestRow(level=3, index=3, kind="chat", outcome=Outcome.CENSORED, intended=1.7, sent=1.7, finish=9.0),
+    ]
+    assert request_rows(request_columns(3, rows)) == rows
+    assert request_rows(request_columns(3, rows[:1])) == rows[:1]
+    assert request_rows(request_columns(3, [])) == []
+    arrivals = [Arrival(at=0.5, kind="chat", seed=7), Arrival(at=0.75, kind="json", seed=2, prompt_tokens=3)]
+    assert arrivals_of(arrival_columns(arrivals)) == arrivals
+    assert arrivals_of(arrival_columns([])) == []
+
+
+@pytest.mark.parametrize("line", [b"[]", b"{}", b'{"level": 0, "rows": 2, "intended": [1]}', b"no json", b"7"])
+def test_a_file_that_holds_something_else_is_named(tmp_path: Path, line: bytes) -> None:
+    result = Result.create(tmp_path, run_record())
+    result.append_level(level(0), [])
+    (tmp_path / "requests.jsonl.xz").write_bytes(lzma.compress(line + b"\n"))
+    if line == b"{}":  # of no level that is known
+        assert result.requests == []
+    else:
+        with pytest.raises(ResultError, match=r"requests\.jsonl\.xz"):
+            print(result.requests)
+    (tmp_path / "requests.jsonl.xz").write_bytes(b"this is no xz file")
+    with pytest.raises(ResultError, match=r"requests\.jsonl\.xz"):
+        print(result.requests)
+
+
+@pytest.mark.parametrize("schema", [1, SCHEMA + 1])
 def test_another_schema_is_refused(tmp_path: Path, schema: int) -> None:
     Result.create(tmp_path, run_record(schema))
     with pytest.raises(ResultError, match="schema"):
