@@ -125,20 +125,37 @@ def head(
 
 
 def norm_linear(
-    out: Tensor, stream: ResidualStream, weight: Tensor, eps: float, *, portable: bool = False, pdl: bool = False
+    out: Tensor,
+    stream: ResidualStream,
+    weight: Tensor,
+    eps: float,
+    *,
+    portable: bool = False,
+    ahead: Tensor | None = None,
+    pdl: bool = False,
 ) -> None:
     """out [B, N] = RMSNorm(residual) W^T: QKV without its bias, or logits. weight [N, H]; out in its dtype or fp32.
 
     The norm's weight was given to the op that last wrote the stream. portable: the kernel of older GPUs, for tests.
+    ahead: the weight of the matmul after this one, whose first bytes are brought into the L2.
     """
-    _runtime.decode_norm_linear(out, stream.scaled, stream.square_sums, weight, eps, _stream(out), portable, pdl)
+    _runtime.decode_norm_linear(out, stream.scaled, stream.square_sums, weight, eps, _stream(out), portable, ahead, pdl)
 
 
 def norm_gate_up(
-    out: Tensor, stream: ResidualStream, weight: Tensor, eps: float, *, portable: bool = False, pdl: bool = False
+    out: Tensor,
+    stream: ResidualStream,
+    weight: Tensor,
+    eps: float,
+    *,
+    portable: bool = False,
+    ahead: Tensor | None = None,
+    pdl: bool = False,
 ) -> None:
     """out [B, I] = silu(gate) * up with [gate, up] = RMSNorm(residual) W^T. weight [2 I, H], gate rows first."""
-    _runtime.decode_norm_gate_up(out, stream.scaled, stream.square_sums, weight, eps, _stream(out), portable, pdl)
+    _runtime.decode_norm_gate_up(
+        out, stream.scaled, stream.square_sums, weight, eps, _stream(out), portable, ahead, pdl
+    )
 
 
 def linear_add(
@@ -148,6 +165,7 @@ def linear_add(
     norm_weight: Tensor,
     *,
     portable: bool = False,
+    ahead: Tensor | None = None,
     pdl: bool = False,
 ) -> None:
     """residual += x W^T. x [B, K]; weight [H, K]; norm_weight [H]: of the RMSNorm that comes next."""
@@ -160,5 +178,6 @@ def linear_add(
         norm_weight,
         _stream(x),
         portable,
+        ahead,
         pdl,
     )

@@ -55,8 +55,12 @@ def block_copies() -> Iterator[Task]:
         pairs = max(1, round(megabytes * 1e6 / block))
         sets = min(sets_for(2 * pairs * block), count // (2 * pairs))
         ids = torch.randperm(count, device="cuda")[: 2 * pairs * sets].view(sets, pairs, 2)
+        in_order = torch.arange(2 * pairs * sets, device="cuda").view(sets, 2, pairs).mT.contiguous()
 
         def ours(index: int, ids: Tensor = ids) -> None:
+            ops.copy_blocks(pool, ids[index])
+
+        def neighbours(index: int, ids: Tensor = in_order) -> None:
             ops.copy_blocks(pool, ids[index])
 
         def gather(index: int, ids: Tensor = ids) -> None:
@@ -66,7 +70,7 @@ def block_copies() -> Iterator[Task]:
             first = 2 * index * pairs
             torch.add(pool[first : first + pairs], 0, out=pool[first + pairs : first + 2 * pairs])
 
-        peers = {"torch": gather, "contiguous": plain}
+        peers = {"torch": gather, "contiguous": plain, "ours, neighbouring blocks": neighbours}
         yield Task(f"copy_blocks {pairs} = {pairs * block / 1e6:.1f} MB", 2.0 * pairs * block, sets, ours, peers)
 
 

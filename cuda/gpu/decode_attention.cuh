@@ -180,8 +180,10 @@ __device__ __forceinline__ Merged merge(const Stats& stats, const Out& out) {
 template <class T, class Kv, int kDim, int kWarps, int kCluster>
 struct DecodeShared {
   static constexpr int kQueryPitch = kDim % 64 == 0 ? kDim + 8 : 96;  // elements
-  // Steps whose keys may be on their way at once. A warp of a cluster seldom has a second one.
-  static constexpr int kKeyStages = Kv::kTensorCopies && kCluster == 1 ? 2 : 1;
+  // Steps whose keys may be on their way at once. A warp of a large cluster seldom has a second one, and short heads
+  // need the room beside a decode matmul.
+  static constexpr bool kFewSteps = kCluster > kLargestDeepCluster || (kCluster > 1 && kDim <= 64);
+  static constexpr int kKeyStages = Kv::kTensorCopies && !kFewSteps ? 2 : 1;
   static constexpr int kStepBytes = kStepBlocks * Kv::kBytes;  // of keys, and of values
   static constexpr int kLandingBytes = (kKeyStages + 1) * kStepBytes;
   // A warp's own: first what it reads, then what it has found.
@@ -202,12 +204,12 @@ struct DecodeShared {
   int ticket;
 };
 
-// Registers of a thread: clusters leave room for a decode matmul of few rows beside them on a multiprocessor, single
-// blocks of short heads for three of their kind.
+// Registers of a thread: clusters whose shared memory leaves room for a decode matmul of few rows beside them on a
+// multiprocessor do so, too; single blocks of short heads leave room for three of their kind.
 template <int kDim, int kCluster>
-constexpr int kDecodeRegisters = kCluster > 1 ? 120
-                                 : kDim <= 64 ? 128
-                                              : 168;
+constexpr int kDecodeRegisters = kCluster > kLargestDeepCluster || (kCluster > 1 && kDim <= 64) ? 120
+                                 : kDim <= 64                                                   ? 128
+                                                                                                : 168;
 
 template <class T, class Kv, int kDim, int kWarps, int kCluster>
 class DecodeBlock {
@@ -903,6 +905,10 @@ DecodeKernel decode_kernel_of(int cluster, int warps) {
     if (has_tensor_copies<kDim>()) {
       using Kv = LineTile<kDim>;
       if (cluster == 1 && warps == 4) return prepared_decode_kernel<T, Kv, kDim, 4, 1>();
+      if constexpr (DecodeKernels<kDim>::kOddClusters) {
+        if (cluster == 6) return prepared_decode_kernel<T, Kv, kDim, 8, 6>();
+        if (cluster == 3) return prepared_decode_kernel<T, Kv, kDim, 8, 3>();
+      }
       return cluster == 8   ? prepared_decode_kernel<T, Kv, kDim, 8, 8>()
              : cluster == 4 ? prepared_decode_kernel<T, Kv, kDim, 8, 4>()
              : cluster == 2 ? prepared_decode_kernel<T, Kv, kDim, 8, 2>()

@@ -1,6 +1,7 @@
 // Decode matmuls: checks, cuts the work (decode_linear_plan.cu) and launches the kernel of decode_linear_kernel.cuh.
 #include "octavo/decode_linear.h"
 
+#include <algorithm>
 #include <array>
 #include <map>
 #include <mutex>
@@ -12,6 +13,8 @@ namespace octavo::gpu {
 namespace decode {
 namespace {
 
+// Of a later kernel's weights, on the whole GPU: what its blocks ask for first. More only delays others.
+constexpr int64_t kAheadBytes = 4 << 20;
 constexpr int kTensorSharedBytes = 160 * 1024;  // what the cuts for tensor copies count on; sm_120 has 99 KiB
 
 bool is_16_bit(DType dtype) { return dtype != DType::kFloat32; }
@@ -112,6 +115,15 @@ void require_aligned(const char* what, std::initializer_list<const void*> pointe
   }
 }
 
+// Evenly spread over all of it, since every block of the next kernel begins with rows of its own.
+void set_ahead(KernelArgs& args, const Ahead& ahead, int blocks) {
+  constexpr int64_t kLine = 128;
+  const int64_t pieces = int64_t{blocks} * kAheadPieces;
+  args.ahead = static_cast<const char*>(ahead.data);
+  args.ahead_stride = static_cast<int>(ahead.bytes / pieces / kLine * kLine);
+  args.ahead_bytes = static_cast<int>(std::min<int64_t>(kAheadBytes / pieces / kLine * kLine, args.ahead_stride));
+}
+
 }  // namespace
 
 void allow_shared_memory(const void* kernel, int shared_bytes) {
@@ -136,12 +148,13 @@ Target target_of_device(bool portable) {
 }
 
 void launch_planned(const Shape& shape, const Plan& plan, const Target& target, const Matrices& matrices, DType dtype,
-                    KernelArgs args, const Launch& launch) {
+                    KernelArgs args, const Ahead& ahead, const Launch& launch) {
   args.plan = plan;
   args.epilogue = shape.epilogue;
   args.batch = shape.batch;
+  set_ahead(args, ahead, plan.grid);
   require_aligned("decode_linear",
-                  {matrices.weight, matrices.x, args.out, args.residual, args.scaled, args.norm_weight});
+                  {matrices.weight, matrices.x, args.out, args.residual, args.scaled, args.norm_weight, args.ahead});
   with_element(dtype, [&](auto element) {
     using T = decltype(element);
     if (!target.tensor_copies) {
@@ -161,7 +174,7 @@ void launch_planned(const Shape& shape, const Plan& plan, const Target& target, 
 namespace {
 
 void launch_shape(const char* op, const Shape& shape, const Matrices& matrices, DType dtype, bool portable,
-                  const KernelArgs& args, const Launch& launch) {
+                  const KernelArgs& args, const Ahead& ahead, const Launch& launch) {
   const Target target = target_of_device(portable);
   Plan plan;
   if (!is_16_bit(dtype) || !servable(shape) || !find_plan(shape, target, plan)) {
@@ -170,7 +183,7 @@ void launch_shape(const char* op, const Shape& shape, const Matrices& matrices, 
   if (args.best != nullptr && !plan.direct) {
     throw OpError(std::string(op) + ": no best for this shape; ask decode_head_finds_best first");
   }
-  launch_planned(shape, plan, target, matrices, dtype, args, launch);
+  launch_planned(shape, plan, target, matrices, dtype, args, ahead, launch);
 }
 
 void launch_normed(const char* op, Epilogue epilogue, const DecodeNormLinearArgs& args) {
@@ -188,7 +201,7 @@ void launch_normed(const char* op, Epilogue epilogue, const DecodeNormLinearArgs
   kernel.vocab = args.vocab;
   if (args.best != nullptr && !kernel.out_is_float) throw OpError(std::string(op) + ": the best of fp32 results only");
   launch_shape(op, shape_of(epilogue, args.out_features, args.stream.hidden, args.batch),
-               {args.weight, args.stream.scaled}, args.dtype, args.portable, kernel, args.launch);
+               {args.weight, args.stream.scaled}, args.dtype, args.portable, kernel, args.ahead, args.launch);
 }
 
 }  // namespace
@@ -234,7 +247,7 @@ void decode_linear_add(const DecodeLinearAddArgs& args) {
   decode::launch_shape(
       "decode_linear_add",
       decode::shape_of(decode::Epilogue::kAddResidual, args.stream.hidden, args.in_features, args.batch),
-      {args.weight, args.x}, args.dtype, args.portable, kernel, args.launch);
+      {args.weight, args.x}, args.dtype, args.portable, kernel, args.ahead, args.launch);
 }
 
 }  // namespace octavo::gpu

@@ -37,7 +37,12 @@ struct KernelArgs {
   float* square_sums_out;
   int parts_out;
   const void* norm_weight;
+  // Of what comes after this kernel: every block fetches kAheadPieces into the L2, `ahead_stride` bytes apart.
+  const char* ahead;
+  int ahead_stride;
+  int ahead_bytes;  // of a piece
 };
+constexpr int kAheadPieces = 8;
 
 // `DecodeStream::scaled` over residual * weight: keeps fp16 from overflowing.
 template <class T>
@@ -591,6 +596,15 @@ __device__ __forceinline__ void produce_weights(const Weights& weights, const Pl
   });
 }
 
+__device__ __forceinline__ void fetch_ahead(const KernelArgs& args) {
+#if __CUDA_ARCH__ >= 900
+  if (args.ahead_bytes == 0) return;
+  const char* from = args.ahead + int64_t{blockIdx.x} * kAheadPieces * args.ahead_stride;
+#pragma unroll 1
+  for (int i = 0; i < kAheadPieces; ++i) ptx::fetch_into_l2(from + i * args.ahead_stride, args.ahead_bytes);
+#endif
+}
+
 template <class Activations>
 __device__ __forceinline__ void produce_activations(const Activations& x, const Plan& plan, const Ring& ring) {
   ptx::wait_for_previous_kernel();
@@ -636,7 +650,10 @@ __global__ void __launch_bounds__(32 * kRegisterWarps<8 * Sums::kColumnTiles>, 1
     if (warp < plan.consumer_warps()) {
       consume<T, Sums, kDirect>(args, ring, shared);
     } else if (warp < plan.consumer_warps() + Weights::kWarps) {
-      if (lane < Weights::kLanes) produce_weights(Weights(weight, stage), plan, ring);
+      if (lane < Weights::kLanes) {
+        produce_weights(Weights(weight, stage), plan, ring);
+        if constexpr (Weights::kTensorCopies) fetch_ahead(args);
+      }
     } else if (warp < plan.consumer_warps() + Weights::kWarps + Activations::kWarps) {
       if (lane < Activations::kLanes) produce_activations(Activations(x, stage), plan, ring);
     }

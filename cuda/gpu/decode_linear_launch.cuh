@@ -3,6 +3,7 @@
 
 #include "gpu/decode_linear_kernel.cuh"
 #include "gpu/launch.cuh"
+#include "octavo/decode_linear.h"
 
 namespace octavo::gpu::decode {
 
@@ -31,6 +32,6 @@ Target target_of_device(bool portable);
 
 // `args` complete but for shape and plan, which must fit `target`.
 void launch_planned(const Shape& shape, const Plan& plan, const Target& target, const Matrices& matrices, DType dtype,
-                    KernelArgs args, const Launch& launch);
+                    KernelArgs args, const Ahead& ahead, const Launch& launch);
 
 }  // namespace octavo::gpu::decode

@@ -48,25 +48,32 @@ int of_kernels(int head_dim, const F& f) {
   }
 }
 
+bool has_odd_clusters(int head_dim) {
+  return of_kernels(head_dim, [](auto kernels) { return static_cast<int>(kernels.kOddClusters); }) != 0;
+}
+
 int resident_clusters(int head_dim, int cluster) {
   return of_kernels(head_dim, [&](auto kernels) { return kernels.resident_clusters(cluster); });
 }
 
-constexpr std::array<int, 4> kClusterSizes = {8, 4, 2, 1};
+constexpr std::array<int, 6> kClusterSizes = {8, 6, 4, 3, 2, 1};
+using ClusterCounts = std::array<int, kClusterSizes.size()>;
 
 // Clusters of each size that run at once; 0 where the device has none. Asking the driver takes longer than an op, so
 // it is remembered for each device and head_dim.
-const std::array<int, 4>& resident(int head_dim) {
+const ClusterCounts& resident(int head_dim) {
   static std::mutex mutex;
-  static std::array<std::array<std::array<int, 4>, 17>, 64> known;
+  static std::array<std::array<ClusterCounts, 17>, 64> known;
   const Device& device = current_device();
   const std::lock_guard lock(mutex);
-  std::array<int, 4>& of = known[device.id][std::clamp(head_dim / 8, 0, 16)];
-  if (of[3] == 0) {
+  ClusterCounts& of = known[device.id][std::clamp(head_dim / 8, 0, 16)];
+  if (of.back() == 0) {
     // Consumer cards of capability 12.x take the portable path, like those below 9.0.
     const bool has_clusters = device.capability >= 90 && device.capability < 120;
     for (size_t i = 0; i < of.size(); ++i) {
-      of[i] = kClusterSizes[i] == 1 || has_clusters ? resident_clusters(head_dim, kClusterSizes[i]) : 0;
+      const int size = kClusterSizes[i];
+      const bool served = size == 1 || (has_clusters && (size % 3 != 0 || has_odd_clusters(head_dim)));
+      of[i] = served ? resident_clusters(head_dim, size) : 0;
     }
   }
   return of;
@@ -77,17 +84,18 @@ size_t aligned(size_t bytes) { return (bytes + 255) / 256 * 256; }
 }  // namespace
 
 DecodeGrid decode_grid(int num_seqs, int kv_heads, int head_dim, bool fixed) {
-  const std::array<int, 4>& fits = resident(head_dim);
+  const ClusterCounts& fits = resident(head_dim);
+  const int blocks = fits.back();
   const int pairs = num_seqs * kv_heads;
   const int warps = of_kernels(head_dim, [](auto kernels) { return kernels.single_warps(); });
-  if (fixed) return {warps, 1, std::min(fits[3], pairs * kFixedParts), kFixedParts};
+  if (fixed) return {warps, 1, std::min(blocks, pairs * kFixedParts), kFixedParts};
   // The largest clusters that fit merge fastest. Smaller ones only where they use most of the device: single blocks use
   // all of it, at the price of a merge through memory.
-  for (size_t i = 0; i < 3; ++i) {
+  for (size_t i = 0; i + 1 < fits.size(); ++i) {
     const int cluster = kClusterSizes[i];
-    if (pairs <= fits[i] && (i == 0 || 10 * pairs * cluster >= 6 * fits[3])) return {8, cluster, fits[i]};
+    if (pairs <= fits[i] && (i == 0 || 10 * pairs * cluster >= 6 * blocks)) return {8, cluster, fits[i]};
   }
-  const int single = std::max(fits[3] / kv_heads, 1) * kv_heads;  // a multiple of the heads: see plan_stretches
+  const int single = std::max(blocks / kv_heads, 1) * kv_heads;  // a multiple of the heads: see plan_stretches
   return {warps, 1, single};
 }
 

@@ -57,6 +57,9 @@ __host__ __device__ constexpr int partial_slot(int first, int part, int apart) {
   return part == 0 ? 2 * first + 1 : 2 * (first + part * apart);
 }
 
+// Up to this size a thread block of a cluster has several steps a warp where it is used at all.
+constexpr int kLargestDeepCluster = 3;
+
 constexpr int kMaxGroup = 8;  // query heads a KV head: the columns of an mma
 struct Decode {
   void* out;
@@ -89,6 +92,9 @@ struct Decode {
 template <int kDim>
 struct DecodeKernels {
   static constexpr int kClusterWarps = 8;
+  // Clusters of 6 and 3 beside those of powers of two. Three single blocks of short heads fit a multiprocessor, so that
+  // few clusters pay there.
+  static constexpr bool kOddClusters = kDim == 128;
   static int single_warps();  // of a thread block in no cluster
   static void launch(const KvPool& pool, const DecodeGrid& grid, const Decode& args, const Launch& launch);
   // Clusters of the kernel that the current device runs at once.

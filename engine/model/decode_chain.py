@@ -24,6 +24,10 @@ Attention = Callable[[int, Tensor], Tensor]  # layer, its QKV rows -> attended r
 
 _log = logging.getLogger(__name__)
 
+# Bytes of a gate-up weight from which its first ones, brought into the L2 while the output projection runs, spare more
+# than they cost the others. The other matmuls gain nothing by it: cuda/bench/LOG.md.
+_WORTH_FETCHING_AHEAD = 32 << 20
+
 
 class DecodeChain:
     """Holds the residual stream of up to MAX_BATCH rows; weights and activations are the decoder's."""
@@ -38,6 +42,7 @@ class DecodeChain:
         self._eps = spec.norm_eps
         self.finds_best = ops_decode.head_finds_best(spec.vocab_size, spec.hidden_size, dtype)
         self._weights = weights
+        self._fetches_ahead = weights.layers[0].gate_up.weight.nbytes >= _WORTH_FETCHING_AHEAD
         self._stream = ops_decode.ResidualStream.allocate(self.max_batch, spec.hidden_size, dtype, device)
 
     @classmethod
@@ -58,15 +63,16 @@ class DecodeChain:
         """logits [B, vocabulary] fp32 of a batch with one token a sequence; with `batch.greedy` of the rows wanted
         there. qkv [B, qkv size] and activated [B, I] are scratch."""
         stream, eps, layers, pdl = self._stream, self._eps, self._weights.layers, batch.pdl
+        head, greedy = self._weights.head.weight, batch.greedy
         norms = [layer.input_norm for layer in layers[1:]] + [self._weights.final_norm]
         self._begin(batch)
         for index, (layer, next_norm) in enumerate(zip(layers, norms, strict=True)):
             ops_decode.norm_linear(qkv, stream, layer.qkv.weight, eps, pdl=pdl)
             attended = attention(index, qkv)
-            ops_decode.linear_add(stream, attended, layer.o.weight, layer.post_norm, pdl=pdl)
+            ahead = layer.gate_up.weight if self._fetches_ahead else None
+            ops_decode.linear_add(stream, attended, layer.o.weight, layer.post_norm, ahead=ahead, pdl=pdl)
             ops_decode.norm_gate_up(activated, stream, layer.gate_up.weight, eps, pdl=pdl)
             ops_decode.linear_add(stream, activated, layer.down.weight, next_norm, pdl=pdl)
-        head, greedy = self._weights.head.weight, batch.greedy
         if greedy is None or not self.finds_best:
             ops_decode.norm_linear(logits, stream, head, eps, pdl=pdl)
             return

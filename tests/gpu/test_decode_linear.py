@@ -299,7 +299,7 @@ def test_rows_beyond_the_batch_stay(portable: bool) -> None:
 @pytest.mark.parametrize("batch", [1, 8, 16, 32, 64])
 @pytest.mark.parametrize("model", MODELS, ids=str)
 def test_a_captured_chain_equals_eager(model: tuple[int, ...], batch: int, portable: bool) -> None:
-    """Twelve layers with programmatic launches in a graph, replayed, against one op at a time."""
+    """Twelve layers with programmatic launches and weights fetched ahead, in a graph, against one op at a time."""
     hidden, width, attended, inter = model
     dtype = torch.bfloat16
     layers = [
@@ -320,11 +320,12 @@ def test_a_captured_chain_equals_eager(model: tuple[int, ...], batch: int, porta
     def run(pdl: bool) -> None:
         ops_decode.start(stream, x, norm)
         for w_qkv, w_o, w_gate_up, w_down in layers:
-            ops_decode.norm_linear(qkv, stream, w_qkv, EPS, portable=portable, pdl=pdl)
+            o, gate_up, down = (w if pdl else None for w in (w_o, w_gate_up, w_down))
+            ops_decode.norm_linear(qkv, stream, w_qkv, EPS, portable=portable, ahead=o, pdl=pdl)
             attention = qkv.view(-1)[: batch * attended].view(batch, attended)
-            ops_decode.linear_add(stream, attention, w_o, norm, portable=portable, pdl=pdl)
-            ops_decode.norm_gate_up(activated, stream, w_gate_up, EPS, portable=portable, pdl=pdl)
-            ops_decode.linear_add(stream, activated, w_down, norm, portable=portable, pdl=pdl)
+            ops_decode.linear_add(stream, attention, w_o, norm, portable=portable, ahead=gate_up, pdl=pdl)
+            ops_decode.norm_gate_up(activated, stream, w_gate_up, EPS, portable=portable, ahead=down, pdl=pdl)
+            ops_decode.linear_add(stream, activated, w_down, norm, portable=portable, ahead=layers[0][0], pdl=pdl)
         ops_decode.norm_linear(logits, stream, layers[0][0], EPS, portable=portable, pdl=pdl)
 
     run(pdl=False)

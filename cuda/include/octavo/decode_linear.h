@@ -20,6 +20,13 @@ struct DecodeStream {
   int32_t hidden;
 };
 
+// What the matmul after this one reads: weights, whose first bytes this one asks the L2 for once its own are on their
+// way. So that one starts without the memory's latency. No result depends on it.
+struct Ahead {
+  const void* data = nullptr;  // 16-byte aligned
+  int64_t bytes = 0;
+};
+
 enum class DecodeLinear : int32_t { kNormLinear = 0, kNormGateUp = 1, kLinearAdd = 2 };
 
 // residual = x, the embeddings of the step's tokens.
@@ -66,6 +73,7 @@ struct DecodeNormLinearArgs {
   uint64_t* best;
   const int32_t* wanted;
   int32_t vocab;
+  Ahead ahead;
   Launch launch;
 };
 
@@ -79,6 +87,7 @@ struct DecodeLinearAddArgs {
   int32_t in_features;
   DType dtype;  // of x, weight, norm_weight and stream.scaled
   bool portable;
+  Ahead ahead;
   Launch launch;
 };
 
