@@ -99,6 +99,10 @@ def prefill_linear(kind: int, out: torch.Tensor, x: torch.Tensor, weight: torch.
 
 def prefill_linear_efficiency(kind: int, num_tokens: int, out_features: int, in_features: int, dtype: str) -> float: ...
 
+def prefill_qkv(query_out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, kv_pool: torch.Tensor, layer: int, positions: torch.Tensor, slots: torch.Tensor, cos_sin: torch.Tensor, bias: torch.Tensor | None, q_norm: torch.Tensor | None, k_norm: torch.Tensor | None, norm_eps: float, tile_columns: int, stream: int, pdl: bool = False) -> None: ...
+
+def prefill_qkv_efficiency(num_tokens: int, qkv_features: int, head_dim: int, in_features: int, dtype: str) -> float: ...
+
 class BlockAllocator:
     """The native engine.kv.allocator.BlockAllocator."""
 

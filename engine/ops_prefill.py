@@ -31,6 +31,13 @@ def efficiency(kind: Kind, rows: int, out_features: int, in_features: int, dtype
     return _runtime.prefill_linear_efficiency(_KINDS[kind], rows, out_features, in_features, _DTYPES[dtype])
 
 
+def query_and_kv_efficiency(rows: int, qkv_features: int, head_dim: int, in_features: int, dtype: torch.dtype) -> float:
+    """The same of `query_and_kv`, which serves heads of 64, 96 and 128."""
+    if dtype not in _DTYPES or not torch.cuda.is_available():
+        return 0.0
+    return _runtime.prefill_qkv_efficiency(rows, qkv_features, head_dim, in_features, _DTYPES[dtype])
+
+
 def _run(kind: Kind, out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, tile_columns: int, pdl: bool) -> None:
     stream = int(torch.cuda.current_stream(x.device).cuda_stream)
     _runtime.prefill_linear(_KINDS[kind], out, x, weight, bias, tile_columns, stream, pdl)
@@ -53,3 +60,41 @@ def gate_up(out: Tensor, x: Tensor, weight: Tensor, *, tile_columns: int = 0, pd
     """out [T, N] = silu(gate) * up with [gate, up] = x W^T, neither of them ever stored. weight [2 N, K], gate rows
     first. tile_columns: 128 or 256."""
     _run("gate_up", out, x, weight, None, tile_columns, pdl)
+
+
+def query_and_kv(
+    query_out: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    kv_pool: Tensor,
+    layer: int,
+    positions: Tensor,
+    slots: Tensor,
+    cos_sin: Tensor,
+    *,
+    bias: Tensor | None = None,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    norm_eps: float = 0.0,
+    tile_columns: int = 0,
+    pdl: bool = False,
+) -> None:
+    """`ops.write_kv` of qkv = x [T, K] W^T in one kernel: qkv is never stored, nor rounded. weight [(Hq + 2 Hkv) D, K].
+    The whole head rotates: cos_sin [positions, D]."""
+    _runtime.prefill_qkv(
+        query_out,
+        x,
+        weight,
+        kv_pool,
+        layer,
+        positions,
+        slots,
+        cos_sin,
+        bias,
+        q_norm,
+        k_norm,
+        norm_eps,
+        tile_columns,
+        int(torch.cuda.current_stream(x.device).cuda_stream),
+        pdl,
+    )

@@ -44,5 +44,7 @@ void decode_norm_gate_up(const DecodeNormLinearArgs&) { refuse("decode_norm_gate
 void decode_linear_add(const DecodeLinearAddArgs&) { refuse("decode_linear_add"); }
 float prefill_linear_efficiency(PrefillLinear, int32_t, int32_t, int32_t, DType) { return 0.0f; }
 void prefill_linear(const PrefillLinearArgs&) { refuse("prefill_linear"); }
+float prefill_qkv_efficiency(int32_t, int32_t, int32_t, int32_t, DType) { return 0.0f; }
+void prefill_qkv(const PrefillQkvArgs&) { refuse("prefill_qkv"); }
 
 }  // namespace octavo::gpu

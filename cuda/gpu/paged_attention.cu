@@ -75,12 +75,6 @@ void decode(const Args& args, Decode decode) {
   with_head_dim(pool.head_dim, [&]<int kDim>() { DecodeKernels<kDim>::launch(pool, grid, decode, launch); });
 }
 
-// Whether prefill goes by stretches: the longest context is at least twice the longest query. Else one tile a block is
-// faster, as most tiles see few keys: measured on an H200, see cuda/bench/LOG.md.
-bool shares_tiles(const PagedAttentionArgs& args) {
-  return static_cast<int64_t>(args.max_blocks_per_seq) * kBlockTokens >= 2 * static_cast<int64_t>(args.max_query_len);
-}
-
 void prefill(const PagedAttentionArgs& args) {
   const KvPool& pool = args.pool;
   const int group = checked_group(pool, args.q_heads);
@@ -101,7 +95,7 @@ void prefill(const PagedAttentionArgs& args) {
   prefill.kv_heads = pool.kv_heads;
   prefill.group = group;
   const PrefillWorkspace layout(pool.head_dim);
-  if (layout.blocks > 0 && shares_tiles(args)) {
+  if (layout.blocks > 0) {
     require(args.workspace != nullptr, "paged_attention: workspace too small");
     char* workspace = static_cast<char*>(args.workspace) + prefill_workspace_at(layout, args.workspace_bytes);
     if (!args.planned) {

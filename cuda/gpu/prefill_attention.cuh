@@ -16,7 +16,6 @@
 #include "gpu/launch.cuh"
 #include "gpu/prefill_rows.cuh"
 #include "gpu/prefill_stretch.cuh"
-#include "gpu/prefill_warpgroup.cuh"
 #include "gpu/ptx.cuh"
 
 namespace octavo::gpu {
@@ -285,7 +284,6 @@ void PrefillKernels<kDim>::launch(const Prefill& args, const KvPool& pool, int n
   with_element(pool.dtype, [&]<class T>(T) {
     if constexpr (kDim % 64 == 0) {
       if (args.blocks > 0) return launch_stretch_prefill<T, kDim>(args, pool, launch_on);
-      if (current_device().has_warpgroups) return launch_warpgroup_prefill<T, kDim>(args, pool, num_tokens, launch_on);
     }
     launch_portable_prefill<T, kDim>(args, pool, num_tokens, launch_on);
   });

@@ -1,6 +1,8 @@
 // Many-row matmuls: checks, the tile for a shape, tensor maps.
 #include "gpu/prefill_linear.cuh"
 
+#include <bit>
+
 #include "gpu/element.cuh"
 #include "gpu/tensor_map.cuh"
 
@@ -16,6 +18,7 @@ PrefillTiles tiles_of(const PrefillLinearArgs& args, int columns) {
   tiles.columns = ceil_divide(args.out_features, out_columns);
   tiles.count = tiles.rows * tiles.columns;
   tiles.steps = ceil_divide(args.in_features, 64);
+  tiles.num_tokens = args.num_tokens;
   tiles.out_features = args.out_features;
   tiles.bias = args.bias;
   return tiles;
@@ -35,10 +38,18 @@ double efficiency(const PrefillLinearArgs& args, int columns) {
   return work / clusters / (rounds * (tiles.steps * step_cost + kTileCost) + kLaunchCost);
 }
 
-int best_columns(const PrefillLinearArgs& args) {
+// Tiles of kGateUp are of two parts, and those of kQkv hold whole heads, of a width that the kernel was compiled for.
+bool is_tile(PrefillLinear kind, int columns, int head_dim) {
+  if (columns != 128 && columns != 192 && columns != 256) return false;
+  if (kind == PrefillLinear::kGateUp) return columns != 192;
+  return kind != PrefillLinear::kQkv || (columns % head_dim == 0 && head_dim >= 64);
+}
+
+// 0: there are none.
+int best_columns(const PrefillLinearArgs& args, int head_dim = 0) {
   int best = 0;
   for (const int columns : {256, 192, 128}) {
-    if (args.kind == PrefillLinear::kGateUp && columns == 192) continue;
+    if (!is_tile(args.kind, columns, head_dim)) continue;
     if (best == 0 || efficiency(args, columns) > efficiency(args, best)) best = columns;
   }
   return best;
@@ -71,11 +82,11 @@ float prefill_linear_efficiency(PrefillLinear kind, int32_t num_tokens, int32_t 
 
 void prefill_linear(const PrefillLinearArgs& args) {
   require(served(args), "prefill_linear: this shape, dtype or device is not served");
+  require(args.kind != PrefillLinear::kQkv, "prefill_linear: this kind is prefill_qkv's");
   require(args.bias == nullptr || args.kind == PrefillLinear::kPlain, "prefill_linear: a bias only without fusion");
   if (args.num_tokens == 0) return;
   const int columns = args.tile_columns != 0 ? args.tile_columns : best_columns(args);
-  require(columns == 128 || columns == 256 || (columns == 192 && args.kind != PrefillLinear::kGateUp),
-          "prefill_linear: tiles have 128, 192 or 256 columns");
+  require(is_tile(args.kind, columns, 0), "prefill_linear: tiles have 128, 192 or 256 columns");
   const int weight_rows = args.kind == PrefillLinear::kGateUp ? 2 * args.out_features : args.out_features;
   const PrefillMaps maps{
       map_of(args.x, args.dtype, args.num_tokens, args.in_features, kTileRows),
@@ -85,6 +96,59 @@ void prefill_linear(const PrefillLinearArgs& args) {
   with_element(args.dtype, [&]<class T>(T) {
     PrefillLinearKernels<T>::launch(args.kind, columns, tiles_of(args, columns), maps, args.launch);
   });
+}
+
+float prefill_qkv_efficiency(int32_t num_tokens, int32_t qkv_features, int32_t head_dim, int32_t in_features,
+                             DType dtype) {
+  PrefillLinearArgs args{};
+  args.kind = PrefillLinear::kQkv;
+  args.num_tokens = num_tokens;
+  args.out_features = qkv_features;
+  args.in_features = in_features;
+  args.dtype = dtype;
+  const int columns = best_columns(args, head_dim);
+  if (num_tokens == 0 || columns == 0 || !served(args)) return 0.0f;
+  return static_cast<float>(efficiency(args, columns));
+}
+
+void prefill_qkv(const PrefillQkvArgs& args) {
+  const WriteKvArgs& heads = args.heads;
+  const KvPool& pool = heads.pool;
+  PrefillLinearArgs product{};
+  product.kind = PrefillLinear::kQkv;
+  product.num_tokens = heads.num_tokens;
+  product.out_features = (heads.q_heads + 2 * pool.kv_heads) * pool.head_dim;
+  product.in_features = args.in_features;
+  product.bias = heads.bias;
+  product.dtype = pool.dtype;
+  require(served(product), "prefill_qkv: this shape, dtype or device is not served");
+  require(heads.rotary_dim == pool.head_dim, "prefill_qkv: the whole head must rotate");
+  require(std::has_single_bit(static_cast<unsigned>(pool.block_size)),
+          "prefill_qkv: block_size must be a power of two");
+  require(pool.num_blocks * pool.block_size < int64_t{1} << 31, "prefill_qkv: the pool has too many slots");
+  if (heads.num_tokens == 0) return;
+  const int columns = args.tile_columns != 0 ? args.tile_columns : best_columns(product, pool.head_dim);
+  require(is_tile(product.kind, columns, pool.head_dim), "prefill_qkv: no tiles for this head_dim");
+  PrefillTiles tiles = tiles_of(product, columns);
+  tiles.heads = {heads.q_norm_weight,
+                 heads.k_norm_weight,
+                 heads.norm_eps,
+                 heads.cos_sin,
+                 heads.positions,
+                 heads.slots,
+                 static_cast<uint16_t*>(pool.data) + heads.layer * pool.layer_stride(),
+                 pool.block_stride(),
+                 std::countr_zero(static_cast<unsigned>(pool.block_size)),
+                 pool.head_dim,
+                 heads.q_heads,
+                 pool.kv_heads};
+  const PrefillMaps maps{
+      map_of(args.x, pool.dtype, heads.num_tokens, args.in_features, kTileRows),
+      map_of(args.weight, pool.dtype, product.out_features, args.in_features, columns / kClusterBlocks),
+      map_of(heads.query_out, pool.dtype, heads.num_tokens, heads.q_heads * pool.head_dim, 64),
+  };
+  with_element(pool.dtype,
+               [&]<class T>(T) { PrefillLinearKernels<T>::launch(product.kind, columns, tiles, maps, heads.launch); });
 }
 
 }  // namespace octavo::gpu

@@ -13,6 +13,24 @@ namespace octavo::gpu {
 constexpr int kTileRows = 128;     // of x, a thread block
 constexpr int kClusterBlocks = 2;  // one above the other, sharing the weight's rows
 
+// kQkv: what becomes of the columns of a tile. Queries go where `PrefillMaps::out` says.
+struct PrefillHeads {
+  const void* q_norm_weight;  // [head_dim] or null
+  const void* k_norm_weight;
+  float norm_eps;
+  const float* cos_sin;  // [positions][head_dim]
+  const int* positions;
+  const int64_t* slots;
+  void* pool;            // at this layer
+  int64_t block_stride;  // elements
+  int block_shift;       // log2 of the block size
+  int head_dim;
+  int q_heads;
+  int kv_heads;
+
+  __device__ __forceinline__ int q_columns() const { return q_heads * head_dim; }
+};
+
 // The tiles of a cluster, in the order in which clusters take them: eight of one column of tiles, then of the next, so
 // that those in flight at one time share rows of x and of the weight in the L2.
 struct PrefillTiles {
@@ -20,8 +38,10 @@ struct PrefillTiles {
   int columns;  // tiles
   int count;
   int steps;  // of 64 of in_features
+  int num_tokens;
   int out_features;
   const void* bias;
+  PrefillHeads heads;
 
   __device__ __forceinline__ void find(int index, int& row, int& column) const {
     constexpr int kRowsAGroup = 8;

@@ -12,6 +12,7 @@
 #include <cuda_runtime.h>
 
 #include "gpu/element.cuh"
+#include "gpu/prefill_heads.cuh"
 #include "gpu/prefill_linear.cuh"
 #include "gpu/ptx.cuh"
 #include "gpu/wgmma.cuh"
@@ -149,9 +150,11 @@ class PrefillLinearBlock {
       for (int line = 0; line < kLines; ++line) {
         const int buffer = line % kBuffers;
         ptx::wait_for_phase(ptx::shared_address(&shared_.out_full[group][buffer]), parity);
-        ptx::store_tile(&maps_.out, ptx::shared_address(shared_.out[group][buffer]), tile.column + 64 * line, row);
-        ptx::commit_tile_stores();
-        ptx::wait_for_tile_stores();
+        if (is_moved(tile.column + 64 * line)) {
+          ptx::store_tile(&maps_.out, ptx::shared_address(shared_.out[group][buffer]), tile.column + 64 * line, row);
+          ptx::commit_tile_stores();
+          ptx::wait_for_tile_stores();
+        }
         // Its next use: a later line of this tile, or the next tile's.
         if (line + kBuffers < kLines) {
           offer(group, buffer, row, tile.column + 64 * (line + kBuffers));
@@ -162,6 +165,11 @@ class PrefillLinearBlock {
         if (buffer == kBuffers - 1) parity ^= 1;
       }
     }
+  }
+
+  // Lines of keys and values only are written by the warps that made them.
+  __device__ __forceinline__ bool is_moved(int column) const {
+    return kKind != PrefillLinear::kQkv || column < tiles_.heads.q_columns();
   }
 
   // The buffer is free, or will be once the residual has arrived in it.
@@ -175,17 +183,22 @@ class PrefillLinearBlock {
     }
   }
 
-  __device__ __forceinline__ void multiply(int group) const {
+  __device__ __forceinline__ void multiply(int group) {
     float sums[kSums];
     int stage = 0, parity = 0, out_parity = 0;
     if (group == 1) asm volatile("bar.sync 1,256;" ::: "memory");
     bool leads = group == 0;
     for (int index = first_tile(); index < tiles_.count; index += step()) {
+      const Tile tile = tile_at(index);
+      if constexpr (kKind == PrefillLinear::kQkv) rows_.find(tiles_.heads, first_row(tile, group), tiles_.num_tokens);
       int before = 0;
       for (int k = 0; k < tiles_.steps; ++k) {
         if (leads && k == min(kLag, tiles_.steps - 1)) {
           asm volatile("bar.arrive 1,256;" ::: "memory");
           leads = false;
+        }
+        if constexpr (kKind == PrefillLinear::kQkv) {
+          if (turns(tile)) prepare_heads(tile, group, k, out_parity);
         }
         ptx::wait_for_phase(ptx::shared_address(&shared_.full[stage]), parity);
         start_products(sums, group, stage, k > 0);
@@ -197,7 +210,8 @@ class PrefillLinearBlock {
       wgmma::wait<0>();
       wgmma::pin(sums);
       release(before);
-      write(sums, group, tile_at(index).column, out_parity);
+      if constexpr (kKind == PrefillLinear::kQkv) finish_heads(sums, tile, group);
+      write(sums, group, tile.column, out_parity);
     }
   }
 
@@ -215,6 +229,52 @@ class PrefillLinearBlock {
   // A block's stage is filled by both, so both must know that it is empty.
   __device__ __forceinline__ void release(int stage) const {
     if (lane_ < kClusterBlocks) ptx::arrive_at_peer(ptx::shared_address(&shared_.empty[stage]), lane_);
+  }
+
+  // Of this warp.
+  static __device__ __forceinline__ int first_row(const Tile& tile, int group) {
+    return tile.row + 64 * group + static_cast<int>(threadIdx.x / 32 % 4 * 16);
+  }
+
+  // Whether there are queries or keys in the tile.
+  __device__ __forceinline__ bool turns(const Tile& tile) const {
+    return tile.column < tiles_.heads.q_columns() + tiles_.heads.kv_heads * tiles_.heads.head_dim;
+  }
+
+  // Fetches angles beside products: the first part, and once that is here and in registers the second.
+  __device__ __forceinline__ void prepare_heads(const Tile& tile, int group, int k, int out_parity) {
+    constexpr int kFirst = 8, kSecond = 4;  // steps before the last
+    const uint32_t lines[2] = {line_of(group, 0), line_of(group, 1)};
+    if (k == max(tiles_.steps - kFirst, 0)) {
+      for (int i = 0; i < 2; ++i) ptx::wait_for_phase(ptx::shared_address(&shared_.out_free[group][i]), out_parity);
+      if (tiles_.bias != nullptr && lane_ < kColumns / 64) {
+        ptx::prefetch_line(static_cast<const T*>(tiles_.bias) + min(tile.column + 64 * lane_, tiles_.out_features - 8));
+      }
+      rows_.fetch_angles(tiles_.heads, 0, lines);
+    }
+    if (k == max(tiles_.steps - kSecond, 0)) {
+      rows_.take_angles(lines);
+      if (tiles_.heads.head_dim > 64) rows_.fetch_angles(tiles_.heads, 1, lines);
+    }
+  }
+
+  // This warp's lines of a buffer.
+  __device__ __forceinline__ uint32_t line_of(int group, int buffer) const {
+    return ptx::shared_address(shared_.out[group][buffer][threadIdx.x / 32 % 4 * 16]);
+  }
+
+  __device__ __forceinline__ void finish_heads(float (&sums)[kSums], const Tile& tile, int group) const {
+    const PrefillHeads& heads = tiles_.heads;
+    const uint32_t lines[2] = {line_of(group, 0), line_of(group, 1)};
+    if (tiles_.bias != nullptr) add_bias(sums, tile.column);
+    if (!turns(tile)) return;
+    if constexpr (kColumns % 128 == 0) {
+      if (heads.head_dim == 128) rows_.template turn<T, 128>(sums, heads, tile.column, lines);
+    }
+    if constexpr (kColumns % 96 == 0) {
+      if (heads.head_dim == 96) rows_.template turn<T, 96>(sums, heads, tile.column, lines);
+    }
+    if (heads.head_dim == 64) rows_.template turn<T, 64>(sums, heads, tile.column, lines);
   }
 
   __device__ __forceinline__ void write(float (&sums)[kSums], int group, int column, int& parity) const {
@@ -252,6 +312,10 @@ class PrefillLinearBlock {
         }
         ptx::store_matrices(place(pair), packed);
       }
+      if constexpr (kKind == PrefillLinear::kQkv) {
+        __syncwarp();
+        rows_.template write<T>(tiles_.heads, column + 64 * line, tiles_.out_features, line_of(group, buffer));
+      }
       ptx::publish_shared_stores();
       __syncwarp();
       if (lane_ == 0) ptx::arrive(ptx::shared_address(&shared_.out_full[group][buffer]));
@@ -284,6 +348,7 @@ class PrefillLinearBlock {
   Shared& shared_;
   const uint32_t rank_;
   const int lane_;
+  HeadRows rows_;  // kQkv only
 #endif
 };
 
@@ -325,6 +390,7 @@ void PrefillLinearKernels<T>::launch(PrefillLinear kind, int columns, const Pref
   };
   if (kind == PrefillLinear::kPlain) return with_columns.template operator()<PrefillLinear::kPlain>();
   if (kind == PrefillLinear::kAdd) return with_columns.template operator()<PrefillLinear::kAdd>();
+  if (kind == PrefillLinear::kQkv) return with_columns.template operator()<PrefillLinear::kQkv>();
   with_columns.template operator()<PrefillLinear::kGateUp>();
 }
 

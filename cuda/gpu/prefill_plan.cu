@@ -9,7 +9,7 @@ namespace {
 
 constexpr int kThreads = 1024;
 constexpr int kMaxSeqs = 4096;
-constexpr int kTileCost = 1;  // of a tile of query rows, beside its tiles of keys
+constexpr int kTileCost = 2;  // of a tile of query rows, beside its tiles of keys
 constexpr unsigned kAll = ~0u;
 
 constexpr size_t aligned(size_t bytes) { return (bytes + 255) / 256 * 256; }

@@ -1,5 +1,5 @@
-// Prefill attention on sm_90a by blocks that stay, each for an equal stretch of the work (prefill_plan.cuh): for few
-// queries over a long prefix, whose tiles are too few for one a block. Floor as in prefill_attention.cuh.
+// Prefill attention on sm_90a by blocks that stay, each for an equal stretch of the work (prefill_plan.cuh). Floor as
+// in prefill_attention.cuh.
 //
 // Blocks stay for their whole stretch. One warp fetches keys and values, 128 tokens a stage, two stages each, by tensor
 // copies: one KV block's head is a box of 16 lines of 128 bytes (two boxes at head_dim 128). Three warps fetch the next
@@ -63,6 +63,8 @@ class StretchPrefill {
   static constexpr int kPieces = kDim / 8;  // 16-byte pieces of a row
   static constexpr int kConsumerWarps = 8;
   static constexpr int kRowThreads = 96;
+  static constexpr int kRowStep = kRowThreads / kPieces;
+  using Cursor = PrefillRowCursor<kRowStep>;
 
   // ---- the warp that fetches keys and values
 
@@ -105,30 +107,33 @@ class StretchPrefill {
 
   __device__ __forceinline__ void move_rows() const {
     PrefillWalk walk(args_);
+    Cursor cursor(args_, kDim);
     PrefillItem item = walk.next();
-    load_queries(item, 0);
+    load_queries(item, cursor, 0);
     int buffer = 0, parity = 0;
     while (item.exists) {
       const PrefillItem next = walk.next();
-      load_queries(next, buffer ^ 1);
+      load_queries(next, cursor, buffer ^ 1);
       ptx::wait_for_phase(ptx::shared_address(&shared_.out_full[buffer]), parity);
-      store_outputs(item, buffer);
+      store_outputs(item, cursor, buffer);
       item = next;
       if (buffer == 1) parity ^= 1;
       buffer ^= 1;
     }
   }
 
-  __device__ __forceinline__ int thread() const { return threadIdx.x - 32; }
+  __device__ __forceinline__ int piece() const { return (threadIdx.x - 32) % kPieces; }
+  __device__ __forceinline__ int first_row() const { return (threadIdx.x - 32) / kPieces; }
 
-  __device__ __forceinline__ void load_queries(const PrefillItem& item, int buffer) const {
-    if (thread() == 0) shared_.item[buffer] = item;
+  __device__ __forceinline__ void load_queries(const PrefillItem& item, Cursor& cursor, int buffer) const {
+    if (threadIdx.x == 32) shared_.item[buffer] = item;
     if (item.exists) {
-      for (int i = thread(); i < Shared::kRows * kPieces; i += kRowThreads) {
-        const int row = i / kPieces, piece = i % kPieces;
-        const int64_t offset = item.offset(args_, kDim, row);
-        const T* from = static_cast<const T*>(args_.query) + (offset >= 0 ? offset + 8 * piece : 0);
-        ptx::copy_async(ptx::shared_address(piece_of<kDim>(shared_.query[buffer], row, piece)), from, offset >= 0);
+      const T* from = static_cast<const T*>(args_.query) + cursor.start(item, first_row()) + 8 * piece();
+#pragma unroll 4
+      for (int row = first_row(); row < Shared::kRows; row += kRowStep, cursor.step()) {
+        const bool exists = cursor.exists();
+        ptx::copy_async(ptx::shared_address(piece_of<kDim>(shared_.query[buffer], row, piece())),
+                        exists ? from + cursor.offset() : args_.query, exists);
       }
       ptx::commit_copies();
       ptx::wait_for_copies<0>();
@@ -137,13 +142,13 @@ class StretchPrefill {
     ptx::arrive(ptx::shared_address(&shared_.query_full[buffer]));
   }
 
-  __device__ __forceinline__ void store_outputs(const PrefillItem& item, int buffer) const {
-    for (int i = thread(); i < Shared::kRows * kPieces; i += kRowThreads) {
-      const int row = i / kPieces, piece = i % kPieces;
-      const int64_t offset = item.offset(args_, kDim, row);
-      if (offset < 0 || !shared_.stores[buffer][row / 64]) continue;
-      *reinterpret_cast<uint4*>(static_cast<T*>(args_.out) + offset + 8 * piece) =
-          *reinterpret_cast<const uint4*>(piece_of<kDim>(shared_.query[buffer], row, piece));
+  __device__ __forceinline__ void store_outputs(const PrefillItem& item, Cursor& cursor, int buffer) const {
+    const bool low = shared_.stores[buffer][0] != 0, high = shared_.stores[buffer][1] != 0;
+    T* to = static_cast<T*>(args_.out) + cursor.start(item, first_row()) + 8 * piece();
+#pragma unroll 4
+    for (int row = first_row(); row < Shared::kRows; row += kRowStep, cursor.step()) {
+      const uint4 data = *reinterpret_cast<const uint4*>(piece_of<kDim>(shared_.query[buffer], row, piece()));
+      if (cursor.exists() && (row < 64 ? low : high)) *reinterpret_cast<uint4*>(to + cursor.offset()) = data;
     }
   }
 

@@ -20,14 +20,44 @@ struct PrefillItem {
   __device__ __forceinline__ int limit(int group, int row) const {
     return context_len - query_len + (first_row + row) / group;
   }
+};
 
-  // Where the row lies in queries and outputs, in elements; -1 past the sequence's end.
-  __device__ __forceinline__ int64_t offset(const Prefill& args, int head_dim, int row) const {
-    const int token = (first_row + row) / args.group;
-    const int head = place.head * args.group + (first_row + row) % args.group;
-    if (token >= query_len) return -1;
-    return (static_cast<int64_t>(first_token + token) * args.q_heads + head) * head_dim;
+// Where every kStep-th row of a tile lies in queries and outputs. Steps are a few additions: divisions a row would take
+// longer than its copy.
+template <int kStep>
+class PrefillRowCursor {
+ public:
+  __device__ __forceinline__ PrefillRowCursor(const Prefill& args, int head_dim)
+      : group_(args.group),
+        heads_(kStep % args.group),
+        tokens_(kStep / args.group),
+        token_stride_(args.q_heads * head_dim),
+        head_dim_(head_dim) {}
+
+  // The first offset, in elements; the cursor's own are relative to it.
+  __device__ __forceinline__ int64_t start(const PrefillItem& item, int row) {
+    const int token = (item.first_row + row) / group_;
+    head_ = (item.first_row + row) % group_;
+    left_ = item.query_len - token;
+    offset_ = 0;
+    return static_cast<int64_t>(item.first_token + token) * token_stride_ +
+           (item.place.head * group_ + head_) * head_dim_;
   }
+
+  __device__ __forceinline__ void step() {
+    head_ += heads_;
+    const int carried = head_ >= group_ ? 1 : 0;
+    head_ -= carried * group_;
+    left_ -= tokens_ + carried;
+    offset_ += tokens_ * token_stride_ + heads_ * head_dim_ + carried * (token_stride_ - group_ * head_dim_);
+  }
+
+  __device__ __forceinline__ bool exists() const { return left_ > 0; }  // it is not past the sequence's end
+  __device__ __forceinline__ int offset() const { return offset_; }
+
+ private:
+  const int group_, heads_, tokens_, token_stride_, head_dim_;
+  int head_, left_, offset_;
 };
 
 class PrefillWalk {

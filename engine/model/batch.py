@@ -27,7 +27,7 @@ class ForwardBatch:
     token_ids, positions: int32 [T]. slots: int64 [T], where each token's K and V go in the pool, -1 nowhere.
     block_tables: int32 [S, B]. query_start: int32 [S + 1]. context_lens: int32 [S], this step's tokens included.
     max_query_len: the longest query; 1 means a pure decode step. logits_rows: int32 or int64 [n], rows of [T] to
-    score; None scores all.
+    score; None scores all. keeps_hidden: `Decoder.hidden` is called afterwards for rows that are not scored.
     kv_pool: [num_blocks, layers, 2, kv_heads, block_size, head_dim]. workspace: uint8, CUDA only.
     num_decodes: how many of the first sequences have one query token; prefill_start: int32 [S - num_decodes + 1],
     prefix sums of the others' query lengths. On CUDA the two kinds of a mixed step go to their own attention kernels.
@@ -49,3 +49,4 @@ class ForwardBatch:
     newest: torch.Tensor | None = None
     greedy: GreedyRows | None = None
     pdl: bool = False
+    keeps_hidden: bool = False

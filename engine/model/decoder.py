@@ -100,6 +100,7 @@ class Decoder:
         self._buffers = _Buffers(spec, max_tokens, max_logits, device, dtype)
         self._fuses_attention = device.type == "cuda" and spec.rope.rotary_dim == spec.head_dim
         self._batch_invariant = batch_invariant
+        self._has_hidden = True
         self._chain = DecodeChain.build(spec, weights, device, dtype, fixed=batch_invariant)
         if device.type == "cuda":
             _log_prefill_kernels(spec, dtype, max_tokens)
@@ -154,23 +155,46 @@ class Decoder:
         buffers, weights, eps, own = self._buffers, self.weights, self.spec.norm_eps, self._needs_own(batch)
         residual, normed = self._embed(batch), buffers.normed[:tokens]
         ops.rms_norm(normed, residual, self._first_norm, eps, pdl=batch.pdl)
+        rows = self._rows_to_finish(batch)
+        self._has_hidden = rows is None
         for index, layer in enumerate(weights.layers):
-            qkv = layer.qkv(normed, buffers.qkv[:tokens], own=own, pdl=batch.pdl)
-            self.pulse()
-            self._add(layer.o, self._attention(index, qkv, batch), layer.post_norm, own, batch.pdl)
+            attended = self._attended(index, normed, batch, own)
+            if rows is not None and layer is weights.layers[-1]:
+                if wanted == 0:
+                    return buffers.scored[:0]
+                attended, residual = self._picked(rows, attended, residual)
+            normed = self._add(layer.o, attended, residual, layer.post_norm, own, batch.pdl)
             self.pulse()
             activated = self._activated(layer, normed, own, batch.pdl)
-            self._add(layer.down, activated, self._norm_after(index), own, batch.pdl)
-        if batch.logits_rows is None:
+            self._add(layer.down, activated, residual, self._norm_after(index), own, batch.pdl)
+        if rows is not None or batch.logits_rows is None:
             return normed
         return torch.index_select(normed, 0, batch.logits_rows, out=buffers.scored[:wanted])
+
+    def _rows_to_finish(self, batch: ForwardBatch) -> Tensor | None:
+        """The scored rows, if nobody reads the others behind the last layer's K and V; else None. Decode steps, whose
+        rows may not depend on how many they are, finish all."""
+        rows = batch.logits_rows
+        if rows is None or batch.keeps_hidden or batch.max_query_len == 1 or not self.weights.layers:
+            return None
+        return rows if rows.shape[0] < batch.token_ids.shape[0] else None
+
+    def _picked(self, rows: Tensor, attended: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        buffers, count = self._buffers, rows.shape[0]
+        return (
+            torch.index_select(attended, 0, rows, out=buffers.query[:count]),
+            torch.index_select(residual, 0, rows, out=buffers.scored[:count]),
+        )
 
     def _needs_own(self, batch: ForwardBatch) -> bool:
         """Prompts need not: each of their chunks is a step of its own, whose shape is always the same."""
         return self._batch_invariant and batch.max_query_len == 1
 
     def hidden(self, begin: int, end: int) -> Tensor:
-        """Final hidden states [end - begin, hidden] of tokens of the last `forward`, scored or not."""
+        """Final hidden states [end - begin, hidden] of tokens of the last `forward`, scored or not. Raises ValueError
+        if that step neither scored all of them nor was told that they are read (`ForwardBatch.keeps_hidden`)."""
+        if not self._has_hidden:
+            raise ValueError("the last step kept the hidden states of its scored rows only")
         return self._buffers.normed[begin:end]
 
     @torch.inference_mode()
@@ -199,15 +223,41 @@ class Decoder:
         ops.embed(embedded, self.weights.embedding, batch.token_ids, batch.sources, batch.newest, pdl=batch.pdl)
         return embedded
 
+    def _attended(self, index: int, normed: Tensor, batch: ForwardBatch, own: bool) -> Tensor:
+        """Attended rows [T, q_size] of normed rows [T, hidden]; K and V go to the pool."""
+        tokens, layer, spec = normed.shape[0], self.weights.layers[index], self.spec
+        if batch.max_query_len > 1 and self._makes_query_and_kv(layer.qkv, tokens):
+            query = self._query(tokens)
+            ops_prefill.query_and_kv(
+                *(query, normed, layer.qkv.weight, batch.kv_pool, index),
+                *(batch.positions, batch.slots, self._cos_sin[index]),
+                bias=layer.qkv_bias,
+                q_norm=layer.q_norm,
+                k_norm=layer.k_norm,
+                norm_eps=spec.norm_eps,
+                pdl=batch.pdl,
+            )
+            self.pulse()
+            return self._attend(index, query, batch)
+        qkv = layer.qkv(normed, self._buffers.qkv[:tokens], own=own, pdl=batch.pdl)
+        self.pulse()
+        return self._attention(index, qkv, batch)
+
+    def _makes_query_and_kv(self, linear: Linear, tokens: int) -> bool:
+        rotates_all = self.spec.rope.rotary_dim == self.spec.head_dim
+        return rotates_all and linear.makes_query_and_kv(tokens, self.spec.head_dim)
+
+    def _query(self, tokens: int) -> Tensor:
+        return self._buffers.query[:tokens].view(tokens, self.spec.q_heads, self.spec.head_dim)
+
     def _attention(self, index: int, qkv: Tensor, batch: ForwardBatch) -> Tensor:
         """Attended rows [T, q_size] of QKV rows [T, qkv_size]; K and V go to the pool."""
-        tokens, buffers, spec = qkv.shape[0], self._buffers, self.spec
+        tokens, spec = qkv.shape[0], self.spec
         layer = self.weights.layers[index]
-        attended = buffers.attended[:tokens]
-        out = attended.view(tokens, spec.q_heads, spec.head_dim)
         if self._fuses_attention and batch.max_query_len == 1 and batch.workspace is not None:
+            attended = self._buffers.attended[:tokens]
             ops.decode_attention(
-                out,
+                attended.view(tokens, spec.q_heads, spec.head_dim),
                 qkv,
                 batch.kv_pool,
                 index,
@@ -225,7 +275,7 @@ class Decoder:
                 pdl=batch.pdl,
             )
             return attended
-        query = buffers.query[:tokens].view(tokens, spec.q_heads, spec.head_dim)
+        query = self._query(tokens)
         ops.write_kv(
             query,
             qkv,
@@ -240,8 +290,7 @@ class Decoder:
             norm_eps=spec.norm_eps,
             pdl=batch.pdl,
         )
-        self._attend(index, out, query, batch)
-        return attended
+        return self._attend(index, query, batch)
 
     def _plan_attention(self, batch: ForwardBatch) -> None:
         """Once a step: every layer's attention is shared out over the GPU in the same way."""
@@ -256,7 +305,10 @@ class Decoder:
             else:
                 ops.plan_prefill(call.query_start, lens, *shape)
 
-    def _attend(self, index: int, out: Tensor, query: Tensor, batch: ForwardBatch) -> None:
+    def _attend(self, index: int, query: Tensor, batch: ForwardBatch) -> Tensor:
+        """Attended rows [T, q_size] of queries [T, q_heads, head_dim]."""
+        attended = self._buffers.attended[: query.shape[0]]
+        out = attended.view(query.shape)
         for call in _attention_calls(batch) if out.is_cuda else [_whole(batch)]:
             ops.paged_attention(
                 out[call.rows],
@@ -273,16 +325,18 @@ class Decoder:
                 fixed=self._batch_invariant,
                 pdl=batch.pdl,
             )
+        return attended
 
-    def _add(self, linear: Linear, x: Tensor, norm: Tensor, own: bool, pdl: bool) -> None:
-        """The residual stream grows by x W^T, and `normed` is what the next layer reads of it."""
+    def _add(self, linear: Linear, x: Tensor, residual: Tensor, norm: Tensor, own: bool, pdl: bool) -> Tensor:
+        """The residual stream grows by x W^T; returns what the next layer reads of it, normed rows."""
         tokens, buffers, eps = x.shape[0], self._buffers, self.spec.norm_eps
-        residual, normed = buffers.residual[:tokens], buffers.normed[:tokens]
+        normed = buffers.normed[:tokens]
         if linear.add(x, residual, own=own, pdl=pdl):
             ops.rms_norm(normed, residual, norm, eps, pdl=pdl)
-            return
+            return normed
         projected = linear(x, buffers.projected[:tokens], own=own, pdl=pdl)
         ops.rms_norm(normed, projected, norm, eps, residual=residual, pdl=pdl)
+        return normed
 
     def _activated(self, layer: LayerWeights, normed: Tensor, own: bool, pdl: bool) -> Tensor:
         tokens, buffers = normed.shape[0], self._buffers

@@ -9,6 +9,7 @@ from engine import ops, ops_prefill
 # From these efficiencies on our own kernels for many rows beat cuBLAS with the kernels that they spare, or come within
 # 4 %. Below, tiles are few, and cuBLAS splits sums. Measured on an H200: the table in cuda/bench/LOG.md.
 LEAST_EFFICIENCY: dict[ops_prefill.Kind, float] = {"plain": 0.75, "add": 0.70, "gate_up": 0.64}
+LEAST_QKV_EFFICIENCY = 0.62  # of the kernel that spares `write_kv`, too, and takes longer for it
 
 # Block formats that the CPU multiplies as they are stored.
 PACKED_TYPES = frozenset({"Q4_0", "Q4_1", "Q8_0"})
@@ -71,6 +72,14 @@ class Linear:
             return False
         ops_prefill.gate_up(out, x, self.weight, pdl=pdl)
         return True
+
+    def makes_query_and_kv(self, rows: int, head_dim: int) -> bool:
+        """Whether `ops_prefill.query_and_kv` of this weight and so many rows beats a product and `ops.write_kv`."""
+        if self._packed is not None or self.bias is not None:
+            return False
+        out_features, in_features = self.weight.shape
+        reached = ops_prefill.query_and_kv_efficiency(rows, out_features, head_dim, in_features, self.weight.dtype)
+        return reached >= LEAST_QKV_EFFICIENCY
 
     def _is_ours(self, kind: ops_prefill.Kind, rows: int, own: bool) -> bool:
         out_features, in_features = self.weight.shape

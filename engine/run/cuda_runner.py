@@ -173,7 +173,7 @@ class CudaRunner:
         if bucket is None:
             self._milestones.marking = True
             try:
-                return self._run(self._upload(prefill_arrays(plan, self._tables)))
+                return self._run(self._upload(prefill_arrays(plan, self._tables), keeps_hidden=bool(plan.scored)))
             finally:
                 self._milestones.marking = False
         step = self._upload(decode_arrays(plan, self._tables, bucket))
@@ -186,9 +186,10 @@ class CudaRunner:
     def _scores(self, plan: StepPlan) -> dict[int, list[TokenLogprob]]:
         return score_prompts(self._decoder, plan, self._vocab_size) if plan.scored else {}
 
-    def _upload(self, arrays: StepArrays) -> DeviceBatch:
+    def _upload(self, arrays: StepArrays, *, keeps_hidden: bool = False) -> DeviceBatch:
         return upload(
-            *(arrays, self._staging, self._kv_pool, self._workspace, self._newest, self._best, self._vocab_size)
+            *(arrays, self._staging, self._kv_pool, self._workspace, self._newest, self._best, self._vocab_size),
+            keeps_hidden=keeps_hidden,
         )
 
     def _run(self, step: DeviceBatch) -> Tensor:

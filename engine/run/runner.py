@@ -62,7 +62,7 @@ class EagerRunner:
         self._mover.apply(plan, self._tables)
         if not plan.scheduled:
             return FinishedStep(StepOutcome([], []))
-        step = upload(prefill_arrays(plan, self._tables), self._staging, self._kv_pool)
+        step = upload(prefill_arrays(plan, self._tables), self._staging, self._kv_pool, keeps_hidden=bool(plan.scored))
         sampling = plan.sampling
         if not sampling:
             self._decoder.forward(step.batch)
@@ -95,6 +95,7 @@ def upload(
     newest: torch.Tensor | None = None,
     best: torch.Tensor | None = None,
     vocab_size: int = 0,
+    keeps_hidden: bool = False,
 ) -> DeviceBatch:
     """`newest`: the last sampled token of each slot, where `sources` finds tokens that the host does not know yet.
     best: int64, zeros for as many rows as a step may score, and `vocab_size` as in GreedyRows."""
@@ -123,5 +124,6 @@ def upload(
         newest=newest,
         greedy=None if best is None else GreedyRows(best[: len(targets)], wanted, vocab_size),
         pdl=newest is not None,
+        keeps_hidden=keeps_hidden,
     )
     return DeviceBatch(batch, targets, SamplingTensors(*tensors[10:16]))

@@ -73,6 +73,29 @@ def test_against_numpy(
     np.testing.assert_allclose(float64(case.tensors["kv_pool"]), pool, atol=tolerance, rtol=tolerance, equal_nan=True)
 
 
+def test_a_token_gets_the_same_bits_among_many_and_few(device: torch.device) -> None:
+    """Ten heads a token, of which the GPU takes several at once where there are many tokens."""
+    tokens, head_dim, shape = 1000, 64, (66, 1, 2, KV_HEADS, BLOCK_SIZE, 64)
+    generator = torch.Generator().manual_seed(3)
+    qkv = torch.randn(tokens, 10 * head_dim, generator=generator).bfloat16().to(device)
+    norm = torch.randn(head_dim, generator=generator).bfloat16().to(device)
+    slots = torch.randperm(65 * BLOCK_SIZE, generator=generator)[:tokens].to(device)
+    positions = torch.randint(0, 3000, (tokens,), generator=generator, dtype=torch.int32).to(device)
+    cos_sin = tensor(reference.rotary_table(3000, head_dim), torch.float32, device)
+
+    def run(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+        query = torch.full((tokens, 6, head_dim), torch.nan, dtype=torch.bfloat16, device=device)
+        pool = torch.zeros(shape, dtype=torch.bfloat16, device=device)
+        for at in range(0, tokens, step):
+            rows = slice(at, at + step)
+            given = (query[rows], qkv[rows], pool, 0, positions[rows], slots[rows], cos_sin)
+            ops.write_kv(*given, q_norm=norm, k_norm=norm, norm_eps=1e-6)
+        return query, pool
+
+    for many, few in zip(run(tokens), run(50), strict=True):
+        assert torch.equal(many, few)
+
+
 def test_what_does_not_fit_is_refused(device: torch.device) -> None:
     case = Case(torch.bfloat16, device, 3, 64, 64, True)
     given = {**case.tensors, **case.extras}

@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from engine import ops_prefill
 from engine.config import AllocatorKind, Device, EngineConfig, PreemptionMode
 from engine.engine import Engine, GenerationResult
 from engine.errors import ConfigurationError
+from engine.model import layers
 from engine.model.source import resolve
 from engine.run.buckets import decode_buckets
 from engine.run.cuda_runner import CudaRunner
@@ -105,6 +107,29 @@ def test_tokens_equal_the_cpus_up_to_near_ties(
     gpu = engine(path, dtype=dtype)
     compare(gpu.generate(requests(12, 1)), references, least, gap)
     gpu.scheduler.check_idle()
+
+
+@pytest.mark.parametrize(("family", "overrides"), FUSED)
+def test_prompts_by_the_kernels_for_many_rows_equal_the_cpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, overrides: dict[str, object]
+) -> None:
+    """Prompts of these models have too few rows for them by themselves."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("these kernels need compute capability 9.0")
+    calls: list[int] = []
+    original = ops_prefill.query_and_kv
+
+    def noted(query: torch.Tensor, *args: object, **options: object) -> None:
+        calls.append(query.shape[0])
+        original(query, *args, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(ops_prefill, "query_and_kv", noted)
+    monkeypatch.setattr(layers, "LEAST_QKV_EFFICIENCY", 1e-6)
+    monkeypatch.setattr(layers, "LEAST_EFFICIENCY", dict.fromkeys(layers.LEAST_EFFICIENCY, 1e-6))
+    path = write_tiny_model(tmp_path, family, **overrides)
+    references = engine(path, Device.CPU).generate(requests(12, 1, top=10))
+    compare(engine(path, dtype="float16", max_num_batched_tokens=256).generate(requests(12, 1)), references, gap=0.1)
+    assert max(calls) > 128
 
 
 def test_graph_equals_eager(tiny: Path) -> None:

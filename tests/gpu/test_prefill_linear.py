@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 from engine import _runtime, ops_prefill
-from engine.model.layers import LEAST_EFFICIENCY, Linear
+from engine.model.layers import LEAST_EFFICIENCY, LEAST_QKV_EFFICIENCY, Linear
+from tests import reference
 
 pytestmark = pytest.mark.gpu
 
@@ -111,6 +114,115 @@ def test_a_row_depends_on_nothing_but_itself(out_features: int, in_features: int
         for rows in (slice(7, 8), slice(40, 140), slice(100, 1124)):
             for some, every in zip(run(rows, columns), whole, strict=True):
                 assert torch.equal(some, every[rows])
+
+
+class Heads:
+    """One call of `query_and_kv`: scattered slots, every fifth token without one, NaN wherever nothing is written."""
+
+    def __init__(
+        self, rows: int, q_heads: int, kv_heads: int, head_dim: int, hidden: int, dtype: torch.dtype, extras: bool
+    ) -> None:
+        width = (q_heads + 2 * kv_heads) * head_dim
+        blocks = rows // 16 + 3
+        slots = torch.randperm(16 * (blocks - 1), device="cuda")[:rows] + 16
+        slots[::5] = -1
+        self.rows, self.shape = rows, (rows, q_heads, head_dim)
+        self.tensors: dict[str, Tensor] = {
+            "x": random(rows, hidden, dtype=dtype),
+            "weight": weight(width, hidden, dtype),
+            "positions": torch.randint(0, 3000, (rows,), device="cuda", dtype=torch.int32),
+            "slots": slots,
+            "cos_sin": torch.from_numpy(reference.rotary_table(3000, head_dim)).cuda(),
+        }
+        self.pool_shape = (blocks, 2, 2, kv_heads, 16, head_dim)
+        self.extras: dict[str, Any] = {}
+        if extras:
+            norms = {name: random(head_dim, dtype=dtype, seed=seed) for seed, name in enumerate(("q_norm", "k_norm"))}
+            self.extras = {"bias": random(width, dtype=dtype), "norm_eps": 1e-6, **norms}
+
+    def run(self, columns: int = 0, pdl: bool = False) -> tuple[Tensor, Tensor]:
+        """Queries and pool; checks that nothing lies behind the queries."""
+        dtype = self.tensors["x"].dtype
+        query, behind = guarded(self.rows, self.shape[1] * self.shape[2], dtype)
+        pool = torch.full(self.pool_shape, torch.nan, device="cuda", dtype=dtype)
+        given = {**self.tensors, **self.extras}
+        ops_prefill.query_and_kv(query.view(self.shape), kv_pool=pool, layer=1, tile_columns=columns, pdl=pdl, **given)
+        assert torch.isnan(behind).all()
+        return query.view(self.shape), pool
+
+    def expected(self) -> tuple[Tensor, Tensor]:
+        given = {name: tensor.cpu().numpy() for name, tensor in self.tensors.items() if name not in ("x", "weight")}
+        extras = {k: v.double().cpu().numpy() if isinstance(v, Tensor) else v for k, v in self.extras.items()}
+        qkv = (self.tensors["x"].double() @ self.tensors["weight"].double().t()).cpu().numpy()
+        pool = torch.full(self.pool_shape, torch.nan).numpy()
+        found = reference.write_kv(qkv, pool, 1, **given, **extras)
+        return torch.from_numpy(found[0]).cuda(), torch.from_numpy(found[1]).cuda()
+
+
+HEADS = [  # rows, q_heads, kv_heads, head_dim, hidden
+    (300, 12, 2, 128, 1536),
+    (129, 5, 1, 128, 200),
+    (257, 9, 3, 64, 576),
+    (1, 3, 1, 64, 72),
+    (400, 3, 1, 96, 96),
+    (130, 16, 8, 128, 1024),
+]
+
+
+@DTYPES
+@pytest.mark.parametrize("extras", [False, True], ids=["plain", "bias-and-qk-norm"])
+@pytest.mark.parametrize("shape", HEADS, ids=str)
+def test_query_and_kv(shape: tuple[int, int, int, int, int], extras: bool, dtype: torch.dtype) -> None:
+    case = Heads(*shape, dtype, extras)
+    query, pool = case.expected()
+    written = ~torch.isnan(pool)
+    for columns in (0, 128, 192, 256):
+        if columns % shape[3] != 0:
+            continue
+        got, got_pool = case.run(columns)
+        assert error(got, query) < BOUND[dtype]
+        assert torch.equal(~torch.isnan(got_pool), written)
+        if written.any():
+            assert error(got_pool[written], pool[written]) < BOUND[dtype]
+
+
+def test_query_and_kv_of_a_row_depend_on_nothing_but_itself() -> None:
+    case = Heads(600, 12, 2, 128, 1536, torch.bfloat16, True)
+    query, pool = case.run()
+    part = Heads(600, 12, 2, 128, 1536, torch.bfloat16, True)
+    for name in ("x", "positions", "slots"):
+        part.tensors[name] = case.tensors[name][100:173].contiguous()
+    part.tensors = {**case.tensors, **{name: part.tensors[name] for name in ("x", "positions", "slots")}}
+    part.extras, part.rows, part.shape = case.extras, 73, (73, 12, 128)
+    for columns in (128, 256):
+        some, some_pool = part.run(columns)
+        assert torch.equal(some, query[100:173])
+        there = ~torch.isnan(some_pool)
+        assert there.any()
+        assert torch.equal(some_pool[there], pool[there])
+
+
+def test_query_and_kv_refuse_what_they_do_not_serve() -> None:
+    case = Heads(20, 4, 1, 80, 64, torch.bfloat16, False)
+    with pytest.raises(_runtime.OpError, match="no tiles for this head_dim"):
+        case.run()
+    assert ops_prefill.query_and_kv_efficiency(8192, 480, 80, 64, torch.bfloat16) == 0
+    case = Heads(20, 4, 1, 128, 64, torch.bfloat16, False)
+    case.tensors["cos_sin"] = case.tensors["cos_sin"][:, :64].contiguous()
+    with pytest.raises(_runtime.OpError, match="whole head"):
+        case.run()
+    case.tensors["weight"] = case.tensors["weight"][:-8]
+    with pytest.raises(_runtime.OpError, match="weight"):
+        case.run()
+
+
+def test_a_layer_makes_query_and_kv_where_that_is_faster() -> None:
+    linear = Linear(weight(2048, 1536, torch.bfloat16))
+    assert linear.makes_query_and_kv(2048, 128)
+    assert not linear.makes_query_and_kv(64, 128)
+    assert not linear.makes_query_and_kv(8192, 80)
+    few = ops_prefill.query_and_kv_efficiency(64, 2048, 128, 1536, torch.bfloat16)
+    assert 0 < few < LEAST_QKV_EFFICIENCY
 
 
 def test_a_captured_chain_with_early_launches_equals_eager() -> None:

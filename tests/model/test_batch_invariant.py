@@ -58,6 +58,9 @@ class RecordingLinear:
         self._calls.append((f"{self._name}.gate_up", own))
         return False
 
+    def makes_query_and_kv(self, rows: int, head_dim: int) -> bool:
+        return False
+
 
 def recorded(layer: LayerWeights, calls: Calls) -> LayerWeights:
     names = ("qkv", "o", "gate_up", "down")

@@ -4,6 +4,7 @@
 #pragma once
 
 #include "octavo/tensor.h"
+#include "octavo/write_kv.h"
 
 namespace octavo {
 
@@ -11,6 +12,7 @@ enum class PrefillLinear : int32_t {
   kPlain = 0,   // out = x W^T (+ bias)
   kAdd = 1,     // out += x W^T: the residual stream
   kGateUp = 2,  // out = silu(gate) * up with [gate, up] = x W^T: weight [2 * out_features][in], gate rows first
+  kQkv = 3,     // what write_kv makes of x W^T; by prefill_qkv
 };
 
 struct PrefillLinearArgs {
@@ -27,12 +29,26 @@ struct PrefillLinearArgs {
   Launch launch;
 };
 
+// `write_kv` of the rows x W^T, which are never stored: neither its qkv nor the stride is looked at, and bias, norm and
+// rotation are of fp32 sums. The whole head rotates: rotary_dim is head_dim.
+struct PrefillQkvArgs {
+  WriteKvArgs heads;
+  const void* x;       // [num_tokens][in_features], contiguous
+  const void* weight;  // [(q_heads + 2 kv_heads) * head_dim][in_features]
+  int32_t in_features;
+  int32_t tile_columns;  // as in PrefillLinearArgs, and a multiple of head_dim
+};
+
 namespace gpu {
 // What part of the tensor cores' peak the kernel should reach at a shape, by its tiles, rounds and fixed costs. 0: not
 // served; that is any device but sm_90a, a 32-bit dtype, or widths that are no multiples of 8.
 float prefill_linear_efficiency(PrefillLinear kind, int32_t num_tokens, int32_t out_features, int32_t in_features,
                                 DType dtype);
 void prefill_linear(const PrefillLinearArgs& args);
+// The same of prefill_qkv, which takes heads of 64, 96 and 128.
+float prefill_qkv_efficiency(int32_t num_tokens, int32_t qkv_features, int32_t head_dim, int32_t in_features,
+                             DType dtype);
+void prefill_qkv(const PrefillQkvArgs& args);
 }  // namespace gpu
 
 }  // namespace octavo
