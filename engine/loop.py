@@ -105,6 +105,7 @@ class StepLoop:
             running_requests=running,
             queued_requests=scheduler.num_requests - running,
             queued_prompt_tokens=scheduler.queued_prompt_tokens,
+            queued_uncached_tokens=scheduler.queued_uncached_tokens,
             free_blocks=allocator.num_free,
             cached_blocks=allocator.num_cached,
             live_blocks=allocator.num_live,

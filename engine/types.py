@@ -221,9 +221,10 @@ class EngineStats(msgspec.Struct, frozen=True):
 
     heartbeat, progressed: `time.monotonic()` seconds of the engine's newest sign of life, and of when its work last
     advanced by a step or a part of one, which is the same while there is no work. A loop that goes round without
-    getting anywhere has a heartbeat and no progress. queue_delay_seconds: what a request that comes now waits for its
-    turn, estimated a few times a second. least_priority: of those that wait and would give way to a higher one; 0 if
-    none would.
+    getting anywhere has a heartbeat and no progress. queued_uncached_tokens: of the prompts that wait, what will have
+    to be computed if as much of them is found in the prefix cache as of those before them. queue_delay_seconds: what a
+    request that comes now waits for its turn, estimated a few times a second. least_priority: of those that wait and
+    would give way to a higher one; 0 if none would.
     """
 
     step: int = 0
@@ -232,6 +233,7 @@ class EngineStats(msgspec.Struct, frozen=True):
     running_requests: int = 0
     queued_requests: int = 0
     queued_prompt_tokens: int = 0
+    queued_uncached_tokens: int = 0
     free_blocks: int = 0
     cached_blocks: int = 0
     live_blocks: int = 0

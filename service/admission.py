@@ -44,12 +44,12 @@ class Admission:
             raise RequestRefusedError(failure)
 
     def queue_delay(self) -> float:
-        """Seconds until a request sent now would be scheduled: the engine's estimate, and what waits by the newest
-        count needs at least, at the recent prefill rate."""
+        """Seconds until a request sent now would be scheduled: the engine's estimate, and what waits to be computed by
+        the newest count needs at least, at the recent prefill rate."""
         stats = self._replica.engine.stats
         if not stats.queued_requests or stats.prefill_tokens_per_second <= 0:
             return stats.queue_delay_seconds
-        return max(stats.queue_delay_seconds, stats.queued_prompt_tokens / stats.prefill_tokens_per_second)
+        return max(stats.queue_delay_seconds, stats.queued_uncached_tokens / stats.prefill_tokens_per_second)
 
     def retry_after(self) -> float:
         return min(MOST_RETRY_SECONDS, max(LEAST_RETRY_SECONDS, self.queue_delay()))

@@ -193,6 +193,11 @@ class Metrics:
             ("octavo_requests_running", "Requests that take part in steps.", stats.running_requests),
             ("octavo_requests_waiting", "Requests in the queue.", stats.queued_requests),
             ("octavo_prompt_tokens_waiting", "Prompt tokens in the queue.", stats.queued_prompt_tokens),
+            (
+                "octavo_uncached_prompt_tokens_waiting",
+                "Of these, those that are expected to be computed.",
+                stats.queued_uncached_tokens,
+            ),
             ("octavo_queue_delay_seconds", "Estimated wait of a request that comes now.", stats.queue_delay_seconds),
             ("octavo_kv_block_size_tokens", "Tokens in a KV block.", info.block_size),
             ("octavo_kv_blocks", "KV blocks of the pool.", info.num_blocks),

@@ -69,8 +69,8 @@ class PromptForecast:
         self.share += (found / tokens - self.share) * max(_SMOOTHING, 1 / self.observed)
 
     def found(self, tokens: int) -> int:
-        """Of a prompt of so many tokens, those that will not have to be computed."""
-        return min(tokens - 1, int(tokens * self.share))
+        """Of so many tokens of prompts, those that will not have to be computed."""
+        return int(tokens * self.share)
 
 
 @dataclass(slots=True)

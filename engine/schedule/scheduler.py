@@ -300,6 +300,11 @@ class Scheduler:
     def queued_prompt_tokens(self) -> int:
         return self._waiting.prompt_tokens
 
+    @property
+    def queued_uncached_tokens(self) -> int:
+        """Of these, those that will likely have to be computed."""
+        return self._waiting.prompt_tokens - self._prompts.found(self._waiting.prompt_tokens)
+
     def estimate_delay(self, pace: Pace) -> None:
         """Brings `queue_delay` up to date. Until a first output has ended, how long they are is not known and counts as
         nothing, so that nobody is refused by guesses."""

@@ -80,7 +80,7 @@ def _fill_limits(limits: capacity_pb2.Limits, info: EngineInfo) -> None:
 def _fill_load(load: capacity_pb2.Load, info: EngineInfo, stats: EngineStats) -> None:
     load.running_requests = stats.running_requests
     load.queued_requests = stats.queued_requests
-    load.queued_uncached_tokens = stats.queued_prompt_tokens
+    load.queued_uncached_tokens = stats.queued_uncached_tokens
     load.kv_free_blocks = stats.free_blocks
     load.kv_evictable_blocks = stats.cached_blocks
     load.kv_swapped_blocks = stats.swapped_blocks

@@ -77,6 +77,9 @@ def test_prompts_that_will_be_found_computed_delay_nobody() -> None:
         scheduler.submit(request(str(index), [*common, *range(100 + 4 * index, 104 + 4 * index)], 8), 0.0)
     for _ in range(3):
         loop.step()
+    stats = loop.stats()
+    assert stats.queued_prompt_tokens == 84 * stats.queued_requests > 0
+    assert 4 * stats.queued_requests <= stats.queued_uncached_tokens <= 20 * stats.queued_requests
     estimate, steps = steps_to_its_turn(loop, prefill_rate=16.0)
     assert 0.8 * steps <= estimate <= 1.4 * steps
 

@@ -167,6 +167,7 @@ class FakeEngineClient:
             "running_requests": len(running),
             "queued_requests": len(queued),
             "queued_prompt_tokens": sum(len(live.request.prompt_token_ids) for live in queued),
+            "queued_uncached_tokens": sum(len(live.request.prompt_token_ids) for live in queued),
             "free_blocks": self._info.num_blocks - blocks,
             "live_blocks": blocks,
             "generated_tokens": self._generated,

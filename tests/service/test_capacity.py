@@ -69,10 +69,12 @@ async def test_evictable_blocks_are_free_to_use_and_counted_apart(served: Runnin
 async def test_queue_delay_is_estimated_from_the_recent_rate(served: Running) -> None:
     served.engine.stats_overrides = {
         "queued_requests": 2,
-        "queued_prompt_tokens": 500,
+        "queued_prompt_tokens": 4000,
+        "queued_uncached_tokens": 500,
         "prefill_tokens_per_second": 250.0,
     }
-    assert (await snapshot(served)).load.estimated_queue_delay == Duration(seconds=2)
+    load = (await snapshot(served)).load
+    assert (load.queued_uncached_tokens, load.estimated_queue_delay) == (500, Duration(seconds=2))
 
 
 async def test_queue_delay_is_the_engines_estimate_where_that_is_longer(served: Running) -> None:

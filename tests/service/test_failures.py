@@ -172,7 +172,7 @@ async def test_grpc_retries_by_itself_until_there_is_room() -> None:
 async def test_deadline_unattainable(served: Running) -> None:
     served.engine.stats_overrides = {
         "queued_requests": 3,
-        "queued_prompt_tokens": 1000,
+        "queued_uncached_tokens": 1000,
         "prefill_tokens_per_second": 100.0,
     }
     request = start(scheduling=pb.Scheduling(timeout=Duration(seconds=5)))

@@ -65,6 +65,7 @@ FIGURES = {
     "running_requests": "octavo_requests_running",
     "queued_requests": "octavo_requests_waiting",
     "queued_prompt_tokens": "octavo_prompt_tokens_waiting",
+    "queued_uncached_tokens": "octavo_uncached_prompt_tokens_waiting",
     "queue_delay_seconds": "octavo_queue_delay_seconds",
     "free_blocks": "octavo_kv_free_blocks",
     "cached_blocks": "octavo_kv_evictable_blocks",

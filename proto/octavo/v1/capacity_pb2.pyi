@@ -239,7 +239,7 @@ class Load(_message.Message):
     running_requests: _builtins.int
     queued_requests: _builtins.int
     queued_uncached_tokens: _builtins.int
-    """Prompt tokens that wait and are not in the prefix cache."""
+    """Prompt tokens that wait and will not be found in the prefix cache, judged by the requests before them."""
     kv_free_blocks: _builtins.int
     kv_evictable_blocks: _builtins.int
     """Held only by the prefix cache: evictable at once."""
