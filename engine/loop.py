@@ -146,7 +146,7 @@ class StepLoop:
             self.scheduler.prefill.observe(prefill, seconds, time.monotonic())
             self._prefill_rate += (rate - self._prefill_rate) * (_RATE_SMOOTHING if self._prefill_rate else 1.0)
             self.scheduler.residency.cost.prefill_rate = self._prefill_rate
-        else:
+        elif plan.scheduled:  # some steps only move blocks
             smoothing = _RATE_SMOOTHING if self._decode_rate else 1.0
             self._decode_rate += (rate - self._decode_rate) * smoothing
             self._decode_step_seconds += (seconds - self._decode_step_seconds) * smoothing

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 
 from engine.loop import StepLoop
+from engine.schedule.plan import StepOutcome, StepPlan
 from engine.schedule.queue_delay import Need, Pace, queue_delay
 from engine.types import FailureKind, RequestFailed
-from tests.schedule.fake_model import make_loop, request, run_to_end
+from tests.schedule.fake_model import FakePending, make_loop, request, run_to_end
 
 PACE = Pace(prefill_rate=100.0, step_seconds=0.1)
 
@@ -137,3 +138,13 @@ def test_outputs_that_end_by_a_stop_string_are_learned_from() -> None:
     loop.step()
     scheduler.estimate_delay(Pace(step_seconds=1.0))
     assert 5.0 <= scheduler.queue_delay <= 12.0
+
+
+def test_a_step_that_only_moves_blocks_says_nothing_of_the_pace() -> None:
+    loop = make_loop(num_blocks=40)
+    loop.scheduler.submit(request("a", [1] * 8, 10), 0.0)
+    run_to_end(loop)
+    rate = loop.stats().decode_tokens_per_second
+    assert rate > 0.0
+    loop._commit(StepPlan(99, [], []), FakePending(StepOutcome([])))
+    assert loop.stats().decode_tokens_per_second == rate
