@@ -155,10 +155,10 @@ def run_to_end(loop: StepLoop, max_steps: int = 10_000) -> list[Event]:
     raise AssertionError(f"work left after {max_steps} steps")
 
 
-def preempt(loop: StepLoop, name: str) -> None:
-    """Makes a running request yield now, wherever it is, as a plan without blocks would."""
-    scheduler = loop.scheduler
-    [sequence] = [sequence for sequence in scheduler._running if sequence.group.request_id == name]
+def preempt(loop: StepLoop, name: str, candidate: int = 0) -> None:
+    """Makes a running candidate yield now, wherever it is, as a plan without blocks would."""
+    scheduler, key = loop.scheduler, (name, candidate)
+    [sequence] = [one for one in scheduler._running if (one.group.request_id, one.candidate) == key]
     scheduler.residency.begin_plan()
     scheduler._preempt(sequence)
     moves = scheduler.residency.end_plan()

@@ -1,5 +1,5 @@
-"""A long random life of a scheduler: submit, step, cancel, stop, run dry, with the oracle and the native allocator in
-lock-step and every block accounted for after every step."""
+"""A long random life of a scheduler: submit, step, cancel, stop, yield, run dry, with the oracle and the native
+allocator in lock-step and every block accounted for after every step."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from engine.loop import StepLoop
 from engine.schedule.forecast import OutputForecast
 from engine.schedule.policy import PriorityWithAgeing
 from engine.types import Event, GenerationRequest, RequestFailed, RequestFinished, SamplingParameters, StopCriteria
-from tests.schedule.fake_model import expected, make_loop, tokens_of
+from tests.schedule.fake_model import expected, make_loop, preempt, tokens_of
 
 VOCABULARY_OF_PROMPTS = 3  # few different prompts, so that prefixes are shared
 
@@ -28,6 +28,7 @@ def check_blocks(loop: StepLoop) -> None:
     assert all(allocator.ref_count(block) == count for block, count in held.items())
     assert allocator.num_live == len(held)
     assert allocator.num_live + allocator.num_cached + allocator.num_free == allocator.num_blocks
+    allocator.check()
     if residency.swap is not None:
         swapped = sum(len(sequence.swapped_blocks) for sequence in loop.scheduler._waiting)
         assert residency.swap.num_used == swapped
@@ -81,6 +82,12 @@ class Walk:
         else:
             self.loop.scheduler.stop_candidate(name, self.random.randrange(3), self.now)
 
+    def preempt(self) -> None:
+        """Anybody who runs, the oldest too, whom no plan would choose."""
+        if self.loop.scheduler._running:
+            sequence = self.random.choice(self.loop.scheduler._running)
+            preempt(self.loop, sequence.group.request_id, sequence.candidate)
+
     def step(self) -> None:
         for event in self.loop.step().events:
             self.events[event.request_id].append(event)
@@ -108,6 +115,8 @@ class Walk:
                 self.submit()
             if self.live and self.random.random() < 0.05:
                 self.disturb()
+            if self.random.random() < 0.05:
+                self.preempt()
             self.step()
             check_blocks(self.loop)
         for _ in range(5000):
