@@ -20,10 +20,10 @@ from loadtest.arrivals import ScheduleError, replay, stretched
 from loadtest.fleet import FleetError
 from loadtest.judgements import Summary
 from loadtest.launch import LaunchError, Service
-from loadtest.machine import machine_notes
 from loadtest.mapping import MapOptions, judge, run_map
 from loadtest.matrix import NoSuchFaultError, run_faults
 from loadtest.mix import MIXES, MixError
+from loadtest.notes import notes_of
 from loadtest.orders import Transport
 from loadtest.overhead import run_overhead
 from loadtest.progress import RunProgress
@@ -313,7 +313,7 @@ def show_scores(result: Result, summary: Summary) -> None:
         known = "" if error is None else f" +- {error:.2g}"
         figure = "" if score.measured is None else f" ({score.measured:.4g}{known}, {found.relation} {found.bound:g})"
         console.print(f"  {mark[score.holds]}: {found.text}{figure}", highlight=False)
-    for note in [*summary.notes, *machine_notes(result.run, summary)]:
+    for note in notes_of(result.run, summary):
         console.print(f"  note: {note}", highlight=False)
     console.print(f"result: {result.folder}", highlight=False)
 

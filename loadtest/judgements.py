@@ -196,7 +196,9 @@ class OverheadRow(Judgement, frozen=True, kw_only=True):
     """The cost of the service around the forward pass at one offered load. Tokens a second; CPU in microseconds, of
     the front end process, of the engine process, of the clients. `per_gb`: tokens/s per GB of PSS of the service's
     process tree. `lag_drift`: seconds of lag gained a second. `counts_match`: every request got the tokens it asked
-    for, and the service counted the same."""
+    for, and the service counted the same. `tokens_per_message`: of the messages that clients got. `tokens_per_step`: of
+    the engine's, None where the service does not count them; a message and a step cost the front end much the same with
+    one token or with ten, so at low load each token of them costs more."""
 
     level: int
     offered: float
@@ -211,3 +213,5 @@ class OverheadRow(Judgement, frozen=True, kw_only=True):
     pss: int
     per_gb: float
     counts_match: bool
+    tokens_per_message: float = 0.0
+    tokens_per_step: float | None = None

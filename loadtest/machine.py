@@ -14,9 +14,8 @@ from functools import cached_property
 
 from msgspec.structs import replace
 
-from loadtest.judgements import MachineSpeed, Summary, Verdict
-from loadtest.quantity import interval, share
-from loadtest.records import Level, ReferenceTime, Run, RunKind
+from loadtest.judgements import MachineSpeed, Verdict
+from loadtest.records import Level, ReferenceTime, Run
 
 UNSTEADY = 0.04  # by which before and after differ
 # Of a speed that jumps by D at any moment between the two times, or wanders by D on average from one to the other, the
@@ -84,21 +83,6 @@ def change(level: Level) -> float | None:
     if level.before is None or level.after is None:
         return None
     return abs(level.after.seconds / level.before.seconds - 1)
-
-
-def machine_notes(run: Run, summary: Summary) -> list[str]:
-    """What a reader should know of the machine's speed."""
-    if run.kind is RunKind.FAULTS:
-        return []
-    if why := why_uncorrected(run):
-        return [f"Not corrected for the machine's speed: {why}."]
-    known = summary.measures
-    if "machine_slowest" not in known:
-        return []
-    slowest, fastest = share(known["machine_slowest"]), share(known["machine_fastest"])
-    unsteady = f"{known['machine_unsteady_levels']:g} levels were unsteady: it changed by more than {share(UNSTEADY)}"
-    knee = interval(summary.corrected_knee) if summary.corrected_knee is not None else "not bracketed"
-    return [f"The machine ran at {slowest} to {fastest} of its median speed; {unsteady}. Knee over its speed: {knee}."]
 
 
 def why_uncorrected(run: Run) -> str:

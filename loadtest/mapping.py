@@ -7,10 +7,12 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from loadtest.drive import ServiceDriver
 from loadtest.fleet import FleetError
 from loadtest.judge import judge_levels, summarize
-from loadtest.judgements import LevelClass, Regime, Summary, Verdict
+from loadtest.judgements import LevelClass, OverheadRow, Regime, Summary, Verdict
 from loadtest.measure import LevelRows, by_level
 from loadtest.mix import mix_of
 from loadtest.progress import RunProgress
@@ -158,4 +160,18 @@ def special_measures(result: Result) -> dict[str, float]:
         "kept_up_share": max(row.consumed for row in keeping) / best,
         "lag_drift": max(row.lag_drift for row in keeping),
         "frontend_us": max(row.frontend_us_per_token for row in rows if row.regime is not Regime.DRAINING),
+        **frontend_parts(rows),
     }
+
+
+def frontend_parts(rows: Sequence[OverheadRow]) -> dict[str, float]:
+    """What a token and what a message cost the front end, in microseconds of CPU: least squares over all loads, of
+    which the low ones have few tokens a message and the high ones many."""
+    known = [row for row in rows if row.tokens_per_message and row.regime is not Regime.DRAINING]
+    if len({round(row.tokens_per_message, 3) for row in known}) < 3:
+        return {}
+    # Of a token's cost: a + b / tokens a message.
+    shares = np.array([[1.0, 1 / row.tokens_per_message] for row in known])
+    costs = np.array([row.frontend_us_per_token for row in known])
+    (token, message), *_ = np.linalg.lstsq(shares, costs, rcond=None)
+    return {"frontend_us_a_token": float(token), "frontend_us_a_message": float(message)}

@@ -6,8 +6,9 @@ from __future__ import annotations
 import asyncio
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 from loadtest.drive import ServiceDriver, idle_floor
@@ -40,6 +41,8 @@ HYPOTHESES = tuple(
 )
 SETTLE = 0.5  # seconds for the service's counters to be told
 PATIENCE = 5.0  # seconds for those of a service that is busy
+SAME_STAMP = 1.5e-6  # seconds
+COUNTERS = {"generated_tokens_total", "steps_total"}
 
 
 async def run_overhead(options: SessionOptions, seconds: float, warm_up: float, progress: RunProgress) -> Result:
@@ -151,6 +154,7 @@ def overhead_row(
     client = sum(report.cpu for report in part.level.clients) if regime is not Regime.DRAINING else 0.0
     pss = max((row.server_pss for row in telemetry if row.server_pss is not None), default=0)
     rate = tokens / seconds
+    messages = messages_between(part, begin, end)
     drift = part.ttft_slope.value if part.ttft_slope is not None and regime is not Regime.DRAINING else 0.0
     return OverheadRow(
         level=part.level.index,
@@ -166,7 +170,24 @@ def overhead_row(
         pss=pss,
         per_gb=rate / (pss / 1e9) if pss else 0.0,
         counts_match=matching,
+        tokens_per_message=tokens / messages if messages else 0.0,
+        tokens_per_step=tokens_per_step([row.metrics for row in telemetry]),
     )
+
+
+def messages_between(part: LevelRows, begin: float, end: float) -> int:
+    """Messages with tokens: what came in one has one stamp, but for its rounding."""
+    stamps = sorted(at for at, _ in part.stamps() if begin <= at < end)
+    return sum(later - at > SAME_STAMP for at, later in pairwise([-1.0, *stamps]))
+
+
+def tokens_per_step(metrics: Sequence[Mapping[str, float]]) -> float | None:
+    """By the service's counters, between the first and the last row that has them."""
+    known = [row for row in metrics if row.keys() >= COUNTERS]
+    if len(known) < 2:
+        return None
+    tokens, steps = (known[-1][name] - known[0][name] for name in ("generated_tokens_total", "steps_total"))
+    return tokens / steps if steps else None
 
 
 def matches(part: LevelRows, counted_tokens: float | None) -> bool:
@@ -186,11 +207,13 @@ def per(cores: float, rate: float) -> float:
 
 
 def line(row: OverheadRow) -> str:
+    steps = "" if row.tokens_per_step is None else f", {row.tokens_per_step:.1f} a step"
     sanity = "counts match" if row.counts_match else "[red]COUNTS DIFFER[/red]"
     return (
         f"{row.regime:>9}: {row.offered:.0f} tokens/s offered, {row.consumed:.0f} consumed, lag "
         f"{row.lag_drift * 1e3:+.1f} ms/s; CPU a token: front end {row.frontend_us_per_token:.0f} us, engine "
         f"{row.engine_us_per_token:.0f} us, client {row.client_us_per_token:.0f} us; a request "
-        f"{row.server_us_per_request:.0f} us; {row.tokens_per_second_per_core:.0f} tokens/s a core, {row.per_gb:.0f} "
+        f"{row.server_us_per_request:.0f} us; {row.tokens_per_message:.1f} tokens a message{steps}; "
+        f"{row.tokens_per_second_per_core:.0f} tokens/s a core, {row.per_gb:.0f} "
         f"a GB ({row.pss / 1e6:.0f} MB); {sanity}"
     )

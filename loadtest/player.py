@@ -10,7 +10,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
-from typing import Any, Literal
+from typing import Any
 
 import grpc
 import msgspec
@@ -280,7 +280,7 @@ class Player:
         self._received = 0
         self._live: dict[asyncio.Task[None], Track] = {}
         self._tracks: list[Track] = []
-        self._abort = asyncio.Event()
+        self._aborted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     async def connect(self) -> None:
         """Raises TimeoutError if the service is not there."""
@@ -300,7 +300,8 @@ class Player:
             await channel.close(None)
 
     def abort(self) -> None:
-        self._abort.set()
+        if not self._aborted.done():
+            self._aborted.set_result(None)
 
     def on_tokens(self, delta: generation_pb2.CandidateDelta, now: float) -> None:
         if self._window[0] <= now < self._window[1]:
@@ -313,7 +314,7 @@ class Player:
         self._tracks, self._live = [], {}
         self.receive_lags, self._received = [], 0
         self._window = (order.window_begin, order.stop)
-        self._abort.clear()
+        self._aborted = asyncio.get_running_loop().create_future()
         prepared = None if order.concurrency else self._prepared(order)
         lag = LoopLag(order.window_begin, order.stop)
         watch = asyncio.create_task(lag.watch())
@@ -359,21 +360,18 @@ class Player:
         await self._aborted_within(order.stop - time.monotonic())
 
     async def _aborted_within(self, seconds: float) -> bool:
-        """Waits so long, or until the level is aborted."""
-        if seconds > 0 and not self._abort.is_set():
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._abort.wait(), seconds)
-        return self._abort.is_set()
+        """Waits so long, or until the level is aborted. Before every request: without a task of its own."""
+        if seconds > 0 and not self._aborted.done():
+            await asyncio.wait([self._aborted], timeout=seconds)
+        return self._aborted.done()
 
     async def _closed_loop(self, order: Order) -> None:
         await self._aborted_within(order.begin - time.monotonic())
         supply = iter(order.entries)
-        aborted = asyncio.create_task(self._abort.wait())
-        await asyncio.gather(*(self._user(order, supply, aborted) for _ in range(order.concurrency or 0)))
-        aborted.cancel()
+        await asyncio.gather(*(self._user(order, supply) for _ in range(order.concurrency or 0)))
 
-    async def _user(self, order: Order, supply: Iterator[Entry], aborted: asyncio.Task[Literal[True]]) -> None:
-        while (now := time.monotonic()) < order.stop and not self._abort.is_set():
+    async def _user(self, order: Order, supply: Iterator[Entry]) -> None:
+        while (now := time.monotonic()) < order.stop and not self._aborted.done():
             planned = next(supply, None)
             if planned is None:
                 return
@@ -383,7 +381,7 @@ class Player:
             self._tracks.append(track)
             task = self._spawn(track, start)
             left = max(0.0, order.cut - time.monotonic())
-            await asyncio.wait([task, aborted], timeout=left, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([task, self._aborted], timeout=left, return_when=asyncio.FIRST_COMPLETED)
             if track.outcome in (Outcome.REFUSED, Outcome.FAILED):
                 await self._aborted_within(0.05)  # a closed loop does not turn into a storm
 
@@ -395,7 +393,7 @@ class Player:
 
     async def _drain(self, order: Order) -> None:
         """Waits for what runs, until the cut or an abort; then cuts it off."""
-        while self._live and time.monotonic() < order.cut and not self._abort.is_set():
+        while self._live and time.monotonic() < order.cut and not self._aborted.done():
             await asyncio.wait(list(self._live), timeout=0.05)
         now = time.monotonic()
         for task, track in list(self._live.items()):

@@ -10,7 +10,8 @@ from loadtest import classify
 from loadtest.headline import headline
 from loadtest.judge import FULL, SLO_SHARE
 from loadtest.judgements import LevelClass, Verdict
-from loadtest.machine import UNSTEADY, machine_notes
+from loadtest.machine import UNSTEADY
+from loadtest.notes import notes_of
 from loadtest.page.render import render
 from loadtest.plots import axes
 from loadtest.plots.catalogue import figures
@@ -241,7 +242,7 @@ def facts(run: Run) -> list[dict[str, Any]]:
 
 def caveats(reading: Reading) -> list[str]:
     """What limits this very run."""
-    found = [*reading.summary.notes, *machine_notes(reading.run, reading.summary)]
+    found = notes_of(reading.run, reading.summary)
     counted = [verdict.measures for verdict in reading.verdicts if verdict.level_class is not LevelClass.VOID]
     if reading.run.target.address.startswith(("127.", "localhost", "[::1]")):
         cores = reading.run.fingerprint.cores

@@ -15,8 +15,9 @@ from loadtest.compare import Comparison, Finding, compare
 from loadtest.comparing import machine_line, page_of, sentence
 from loadtest.judge import measures_of, peak_of
 from loadtest.judgements import LevelClass, MachineSpeed, Verdict
-from loadtest.machine import Machine, machine_notes
+from loadtest.machine import Machine
 from loadtest.measure import measure
+from loadtest.notes import machine_notes
 from loadtest.reading import Reading
 from loadtest.records import Level, Phase, ReferenceTime, RunKind, Target
 from loadtest.reference import Reference
@@ -290,9 +291,10 @@ def test_a_service_elsewhere_is_not_corrected_and_it_says_so(tmp_path: Path) -> 
 
 async def test_a_map_tells_the_machines_speed_and_what_it_changes(tmp_path: Path) -> None:
     reading = await mapped(tmp_path / "map", 1)
-    (note,) = machine_notes(reading.run, reading.summary)
-    assert "of its median speed" in note
-    assert "levels were unsteady" in note
+    speed, *knee = machine_notes(reading.run, reading.summary)
+    assert "of its median speed" in speed
+    assert "(unsteady)" in speed
+    assert bool(knee) == (reading.summary.corrected_knee is not None)
     text = report_of(reading, [])
     assert "machine's speed" in text.replace("&#39;", "'")
     assert ", unsteady" in text

@@ -5,10 +5,14 @@ from __future__ import annotations
 import lzma
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from loadtest.columns import arrival_columns, arrivals_of, request_columns, request_rows
-from loadtest.mapping import special_measures
+from loadtest.mapping import frontend_parts, judge, special_measures
+from loadtest.measure import LevelRows
+from loadtest.notes import front_end_notes
+from loadtest.overhead import messages_between, tokens_per_step
 from loadtest.records import (
     SCHEMA,
     Arrival,
@@ -210,3 +214,40 @@ def test_what_hypotheses_of_faults_and_overhead_speak_of_is_of_their_rows(tmp_pa
         "lag_drift": 0.01,
         "frontend_us": 40.0,
     }
+
+
+def test_what_came_in_one_message_counts_as_one() -> None:
+    """Two requests with tokens of the same two messages, stamped from sends of their own, and one with its own."""
+    stamps = [(1.0, [200_000, 300_000]), (1.1, [100_001, 199_999]), (1.15, [70_000])]
+    rows = [
+        msgspec.structs.replace(request(0, index), sent=sent, chunk_us=chunk_us, chunk_tokens=[])
+        for index, (sent, chunk_us) in enumerate(stamps)
+    ]
+    part = LevelRows(level(0), rows)
+    assert messages_between(part, 1.0, 2.0) == 3
+    assert messages_between(part, 1.21, 1.25) == 1
+    assert messages_between(part, 1.5, 2.0) == 0
+
+
+def test_tokens_of_a_step_are_by_the_services_counters() -> None:
+    def counted(tokens: float, steps: float) -> dict[str, float]:
+        return {"generated_tokens_total": tokens, "steps_total": steps}
+
+    assert tokens_per_step([{}, counted(10, 5), counted(50, 9), counted(90, 15), {}]) == 8.0
+    assert tokens_per_step([counted(10, 5), {}]) is None
+    assert tokens_per_step([counted(10, 5), counted(10, 5)]) is None
+
+
+def test_a_tokens_and_a_messages_share_of_the_front_end_are_told_apart(tmp_path: Path) -> None:
+    """Of costs of 10 us a token and 150 us a message."""
+    result = synthetic_kinds.overhead(tmp_path / "overhead")
+    rows = [
+        msgspec.structs.replace(row, tokens_per_message=many, frontend_us_per_token=10.0 + 150.0 / many)
+        for row, many in zip(result.overhead, (2.0, 4.0, 20.0, 1.0), strict=True)
+    ]
+    parts = frontend_parts(rows)
+    assert parts == {"frontend_us_a_token": pytest.approx(10.0), "frontend_us_a_message": pytest.approx(150.0)}
+    assert frontend_parts(rows[:2]) == {}
+    result.write_overhead(rows)
+    summary = judge(result)
+    assert "10 us a token and 150 us a message" in front_end_notes(summary)[0]
