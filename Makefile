@@ -58,8 +58,8 @@ demo: setup ## A chat answer through the gRPC service, on this machine
 serve: setup ## The service with the demo model (ARGS="--port 9000 ...")
 	@$(BIN)/python -m service serve --model demo $(ARGS)
 
-test: setup ## All tests
-	@$(BIN)/python -m pytest $(ARGS)
+test: setup ## All tests, in two processes
+	@$(BIN)/python -m pytest -n 2 --no-loadscope-reorder $(ARGS)
 
 check: setup ## Style, types, layers, generated files
 	$(call say,ruff)

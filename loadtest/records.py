@@ -166,7 +166,7 @@ class Outcome(StrEnum):
     CLIENT_CAP = "client_cap"
 
 
-class RequestRow(Record, frozen=True, kw_only=True):
+class RequestRow(Record, frozen=True, kw_only=True, gc=False):
     """One request as its client saw it.
 
     `level`: Level.index. `index`: its line of the level's schedule. `intended`: when the schedule wanted it sent (in a
@@ -176,6 +176,7 @@ class RequestRow(Record, frozen=True, kw_only=True):
     had; of the same length, and `chunk_tokens` is empty where all are 1.
     `code`: name of the gRPC status, "" where there was none. `reason`: ErrorInfo's. `cause`: what happened, in words.
     `completion_tokens`, `cached_prompt_tokens`, `preemptions`, `queued`: what the service said of it at its end.
+    A run has a hundred thousand of them: the garbage collector, which they give nothing to find, leaves them alone.
     """
 
     level: int

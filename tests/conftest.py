@@ -1,5 +1,5 @@
 """Lets a machine that lacks some packages run what it can (`make gpu-test`), and say what it left out. And after every
-test, whatever it was about, engines without work hold nothing."""
+test, whatever it was about, engines without work hold nothing. Shares the tests among processes (`make test`)."""
 
 from __future__ import annotations
 
@@ -14,6 +14,22 @@ from typing import Any
 
 import pytest
 
+# Tests that start processes or wait for clocks are one piece of work, so that none of them disturbs another. Every file
+# of other tests is a piece of its own.
+ONE_AFTER_ANOTHER = (
+    "tests/clients/",
+    "tests/loadtest/test_commands.py",
+    "tests/loadtest/test_drive.py",
+    "tests/loadtest/test_instrument.py",
+    "tests/loadtest/test_locust.py",
+    "tests/loadtest/test_search.py",
+    "tests/loadtest/test_telemetry.py",
+    "tests/model/test_memory.py",
+    "tests/service/",
+    "tests/test_clients_of_engine.py",
+    "tests/test_clients_of_engine_grammar.py",
+    "tests/test_socket_folder.py",
+)
 OURS = {"engine", "service", "loadtest", "octavo", "tests"}
 left_out: dict[str, str] = {}
 engines: weakref.WeakSet[Any] = weakref.WeakSet()  # of this thread; a client's own thread may be at work at any time
@@ -28,6 +44,24 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
         return None
     left_out[str(collection_path.relative_to(config.rootpath))] = missing
     return True
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return "one after another" if nodeid.startswith(ONE_AFTER_ANOTHER) else str(super()._split_scope(nodeid))
+
+    return Scheduling(config, log)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """In one of several processes: the largest pieces of work come first, so that no process is idle at the end."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        slow = {item.path for item in items if item.get_closest_marker("slow")}
+        items.sort(key=lambda item: (not item.nodeid.startswith(ONE_AFTER_ANOTHER), item.path not in slow))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -63,13 +63,13 @@ class CheckedBlockAllocator:
         self._note_free(blocks)
 
     def ref_count(self, block: int) -> int:
-        return self._both(f"ref_count({block})", lambda allocator: allocator.ref_count(block))
+        return self._answer(f"ref_count({block})", lambda allocator: allocator.ref_count(block))
 
     def publish(self, block: int, key: int) -> int:
         return self._both(f"publish({block}, {key})", lambda allocator: allocator.publish(block, key))
 
     def find(self, key: int) -> int:
-        return self._both(f"find({key})", lambda allocator: allocator.find(key))
+        return self._answer(f"find({key})", lambda allocator: allocator.find(key))
 
     def grow_tables(self, tables: Int32Array, lengths: Int32Array, rows: Int32Array, wanted: Int32Array) -> int:
         before = lengths.copy()
@@ -122,16 +122,23 @@ class CheckedBlockAllocator:
         return result
 
     def _both(self, call: str, act: Callable[[BlockAllocator], Result]) -> Result:
+        result, error = self._outcome(call, act)
+        self._compare_counts(call)
+        return _given(result, error)
+
+    def _answer(self, call: str, act: Callable[[BlockAllocator], Result]) -> Result:
+        """Of a question, which changes no counts."""
+        return _given(*self._outcome(call, act))
+
+    def _outcome(self, call: str, act: Callable[[BlockAllocator], Result]) -> tuple[Result | None, Exception | None]:
+        """What both returned, or how both refused."""
         result, error = _outcome(act, self._subject)
         expected, expected_error = _outcome(act, self._oracle)
         if type(error) is not type(expected_error):
             raise AllocatorMismatchError(f"{call}: raised {error!r}, expected {expected_error!r}")
         if result != expected:
             raise AllocatorMismatchError(f"{call}: returned {result}, expected {expected}")
-        self._compare_counts(call)
-        if error is not None:
-            raise error
-        return result  # type: ignore[return-value]
+        return result, error
 
     def _compare_counts(self, call: str) -> None:
         counts, expected = _counts(self._subject), _counts(self._oracle)
@@ -147,6 +154,12 @@ def _outcome(
         return act(allocator), None
     except (OutOfBlocksError, ValueError, TypeError) as error:
         return None, error
+
+
+def _given(result: Result | None, error: Exception | None) -> Result:
+    if error is not None:
+        raise error
+    return result  # type: ignore[return-value]
 
 
 def _counts(allocator: BlockAllocator) -> tuple[int, int, int, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable
 
 import numpy as np
@@ -32,7 +33,7 @@ class Story:
 
     def counts(self) -> dict[int, int]:
         held = self.loose + [int(b) for row, n in zip(self.tables, self.lengths, strict=True) for b in row[:n]]
-        return {block: held.count(block) for block in held}
+        return dict(Counter(held))
 
     def allocate(self, count: int) -> None:
         try:
