@@ -14,6 +14,7 @@ from engine.errors import (
 )
 from engine.garbage import keep_loaded
 from engine.model.source import resolve as _resolve
+from engine.schedule.admission import too_late
 from engine.text.output import Delta, OutputText
 from engine.text.tokenizer import Tokenizer
 from engine.types import (
@@ -85,6 +86,7 @@ __all__ = [
     "create_engine_client",
     "keep_loaded",
     "load_tokenizer",
+    "too_late",
 ]
 
 

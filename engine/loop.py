@@ -119,6 +119,7 @@ class StepLoop:
             decode_tokens_per_second=self._decode_rate,
             last_step_seconds=self._last_step_seconds,
             queue_delay_seconds=scheduler.queue_delay,
+            least_delay_seconds=scheduler.least_delay,
             integrity_errors=self._integrity_errors,
             least_priority=scheduler.least_priority,
         )

@@ -223,8 +223,9 @@ class EngineStats(msgspec.Struct, frozen=True):
     advanced by a step or a part of one, which is the same while there is no work. A loop that goes round without
     getting anywhere has a heartbeat and no progress. queued_uncached_tokens: of the prompts that wait, what will have
     to be computed if as much of them is found in the prefix cache as of those before them. queue_delay_seconds: what a
-    request that comes now waits for its turn, estimated a few times a second. least_priority: of those that wait and
-    would give way to a higher one; 0 if none would.
+    request that comes now waits for its turn, estimated a few times a second; least_delay_seconds: the same without
+    any guess at how long outputs are. least_priority: of those that wait and would give way to a higher one; 0 if none
+    would.
     """
 
     step: int = 0
@@ -247,6 +248,7 @@ class EngineStats(msgspec.Struct, frozen=True):
     decode_tokens_per_second: float = 0.0
     last_step_seconds: float = 0.0
     queue_delay_seconds: float = 0.0
+    least_delay_seconds: float = 0.0
     integrity_errors: int = 0
     least_priority: int = 0
 

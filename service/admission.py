@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import time
 
-from engine import EngineState
+from engine import EngineState, too_late
 from service.replica import Replica
 from service.request import Generation
 from service.status import (
     Failure,
     RequestRefusedError,
-    deadline_unattainable,
     draining,
     engine_died,
     engine_stalled,
     engine_starting,
-    milliseconds,
+    from_engine,
     queue_full,
 )
 
@@ -44,15 +43,18 @@ class Admission:
             raise RequestRefusedError(failure)
 
     def queue_delay(self) -> float:
-        """Seconds until a request sent now would be scheduled: the engine's estimate, and what waits to be computed by
-        the newest count needs at least, at the recent prefill rate."""
-        stats = self._replica.engine.stats
-        if not stats.queued_requests or stats.prefill_tokens_per_second <= 0:
-            return stats.queue_delay_seconds
-        return max(stats.queue_delay_seconds, stats.queued_uncached_tokens / stats.prefill_tokens_per_second)
+        """Seconds until a request sent now would be scheduled, by the engine's estimate."""
+        return self._with_prefill(self._replica.engine.stats.queue_delay_seconds)
 
     def retry_after(self) -> float:
         return min(MOST_RETRY_SECONDS, max(LEAST_RETRY_SECONDS, self.queue_delay()))
+
+    def _with_prefill(self, delay: float) -> float:
+        """At least what waits to be computed by the newest count needs, at the recent prefill rate."""
+        stats = self._replica.engine.stats
+        if not stats.queued_requests or stats.prefill_tokens_per_second <= 0:
+            return delay
+        return max(delay, stats.queued_uncached_tokens / stats.prefill_tokens_per_second)
 
     def _unavailable(self) -> Failure | None:
         if self._replica.draining:
@@ -94,11 +96,9 @@ class Admission:
 
     def _too_late(self, deadline: float | None) -> Failure | None:
         """By the queue alone; what of the prompt is cached, and so how long it takes itself, the engine knows."""
-        delay = self.queue_delay()
+        replica = self._replica
+        delay = self._with_prefill(replica.engine.stats.least_delay_seconds)
         if deadline is None or delay <= 0:
             return None
         left = deadline - time.monotonic()
-        if delay <= left:
-            return None
-        problem = f"the first token is at least {delay:.3f} s away, the deadline {max(0.0, left):.3f} s"
-        return deadline_unattainable(problem, {"estimated_ms": str(milliseconds(delay))})
+        return None if delay <= left else from_engine(too_late("", delay, left), replica.info.instance_id)

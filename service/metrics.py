@@ -19,7 +19,7 @@ from prometheus_client.core import (
     Metric,
 )
 
-from engine import EngineInfo, EngineStats, Timing, Usage
+from engine import EngineInfo, EngineState, EngineStats, Timing, Usage
 from service.ports import resolved
 from service.status import Failure
 
@@ -98,6 +98,9 @@ class EngineView(Protocol):
     @property
     def stats(self) -> EngineStats: ...
 
+    @property
+    def state(self) -> EngineState: ...
+
 
 class Metrics:
     """One replica's metrics, in a registry of their own."""
@@ -169,7 +172,9 @@ class Metrics:
 
     def collect(self) -> Iterable[Metric]:
         """Called by the registry at every scrape, from its own thread."""
-        yield from self._gauges(self._engine.info, self._engine.stats)
+        yield GaugeMetricFamily("octavo_ready", "1 while new requests are served.", value=float(self._ready()))
+        if self._engine.state is EngineState.READY:  # the last figures of one that is gone are nobody's
+            yield from self._gauges(self._engine.info, self._engine.stats)
         yield from self._counters(self._engine.stats)
         for histogram in self.histograms:
             yield histogram.family()
@@ -189,7 +194,6 @@ class Metrics:
         )
         held = info.num_blocks - stats.free_blocks - stats.cached_blocks
         for name, documentation, value in (
-            ("octavo_ready", "1 while new requests are served.", float(self._ready())),
             ("octavo_requests_running", "Requests that take part in steps.", stats.running_requests),
             ("octavo_requests_waiting", "Requests in the queue.", stats.queued_requests),
             ("octavo_prompt_tokens_waiting", "Prompt tokens in the queue.", stats.queued_prompt_tokens),

@@ -23,7 +23,8 @@ DOMAIN = "octavo.v1"
 DETAILS_TRAILER = "grpc-status-details-bin"
 PUSHBACK_TRAILER = "grpc-retry-pushback-ms"
 NEVER_RETRY = -1
-# Not 0: a gRPC C-core client (1.84) that is told to retry after 0 ms never does, and waits for its deadline.
+# Of what another replica can serve now. Not 0: a gRPC C-core client (1.84) that is told to retry after 0 ms never does
+# and waits for its deadline.
 RETRY_AT_ONCE = 1
 ABORT_SECONDS = 5.0
 MOST_ECHOED = 200  # letters of a client's own name that are told back
@@ -132,13 +133,15 @@ def shed(problem: str, retry_after: float) -> Failure:
 
 
 def deadline_unattainable(problem: str, numbers: Mapping[str, str]) -> Failure:
-    """`numbers`: estimated_ms, until the first token."""
+    """`numbers`: estimated_ms, until the first token; by then those before it have had their turn. gRPC's own retries
+    keep the call's deadline, which only comes nearer."""
     return Failure(
         grpc.StatusCode.RESOURCE_EXHAUSTED,
         "DEADLINE_UNATTAINABLE",
         problem,
         metadata=numbers,
-        pushback_ms=RETRY_AT_ONCE,
+        retry_after=float(numbers.get("estimated_ms", "0")) / 1000,
+        pushback_ms=NEVER_RETRY,
     )
 
 
@@ -194,6 +197,7 @@ def engine_died(instance_id: str, cause: str = "") -> Failure:
         "ENGINE_DIED",
         f"the engine died: {cause}" if cause else "the engine died",
         metadata={"instance_id": instance_id},
+        retry_after=0.0,
         pushback_ms=RETRY_AT_ONCE,
     )
 

@@ -8,6 +8,7 @@ then pending), so the host works while the device does.
 from __future__ import annotations
 
 import bisect
+from collections.abc import Callable
 from itertools import repeat
 
 from engine.errors import EngineError
@@ -67,6 +68,7 @@ class Scheduler:
         self.counters = Counters()
         self.forecast = forecast
         self.queue_delay = 0.0  # seconds, by the last estimate
+        self.least_delay = 0.0  # likewise, of what is known: nobody is refused by guesses
         self.prefill = PrefillBound(min(TELLING_TOKENS, limits.max_batched_tokens))
         self._outputs = forecast or OutputForecast()
         self._prompts = PromptForecast()
@@ -130,7 +132,7 @@ class Scheduler:
     def _seconds_to_first_token(self, length: int, now: float) -> float:
         """Of a request that came now, with so many tokens to compute."""
         ahead = self._composition.ahead(self._running, length)
-        return max(self.prefill.seconds(ahead, now), self.queue_delay) + self.prefill.seconds(length, now)
+        return max(self.prefill.seconds(ahead, now), self.least_delay) + self.prefill.seconds(length, now)
 
     def refuse(self, request_id: str, message: str, field: str = "", kind: FailureKind = FailureKind.INVALID) -> None:
         """Answers a request that gets no further for a reason the scheduler does not know of."""
@@ -306,13 +308,18 @@ class Scheduler:
         return self._waiting.prompt_tokens - self._prompts.found(self._waiting.prompt_tokens)
 
     def estimate_delay(self, pace: Pace) -> None:
-        """Brings `queue_delay` up to date. Until a first output has ended, how long they are is not known and counts as
-        nothing, so that nobody is refused by guesses."""
-        tables, known = self.tables, self._outputs.observed > 0
+        """Brings `queue_delay` and `least_delay` up to date. They differ until a first output has ended: how long
+        outputs are is a guess then, which the least delay takes for nothing."""
+        self.queue_delay = self._delay(pace, self._outputs.remaining)
+        self.least_delay = self.queue_delay if self._outputs.observed else self._delay(pace, lambda _: 0)
+
+    def _delay(self, pace: Pace, remaining_of: Callable[[Sequence], int]) -> float:
+        """remaining_of: tokens that a sequence is expected to add."""
+        tables = self.tables
         allocator, size = tables.allocator, tables.block_size
 
         def need(sequence: Sequence) -> Need:
-            remaining = self._outputs.remaining(sequence) if known else 0
+            remaining = remaining_of(sequence)
             found = self._expected_found(sequence)
             blocks = (own_tokens(sequence, size, remaining) - found) // size
             return Need(blocks, sequence.num_uncomputed - found, remaining)
@@ -322,7 +329,7 @@ class Scheduler:
         shared = max(0, allocator.num_live - sum(own_tokens(sequence, size) for sequence in resident) // size)
         free = allocator.num_blocks - shared - sum(item.blocks for item in running)
         waiting = [need(sequence) for sequence in self._waiting]
-        self.queue_delay = queue_delay(running, waiting, tables.num_free_slots, free, pace)
+        return queue_delay(running, waiting, tables.num_free_slots, free, pace)
 
     def _expected_found(self, sequence: Sequence) -> int:
         """How many tokens of a prompt that waits for its first turn will then be there already."""

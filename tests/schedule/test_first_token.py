@@ -75,7 +75,7 @@ def test_of_separate_steps_what_is_fed_in_again_delays_no_prompt() -> None:
 
 def test_and_its_turn() -> None:
     loop = loop_of_ten_tokens_a_second()
-    loop.scheduler.queue_delay = 7.0
+    loop.scheduler.least_delay = 7.0
     assert estimate(answer(loop, "late", LONG, deadline=10.9)) == 11_000
     assert isinstance(answer(loop, "in time", LONG, deadline=11.1), Admitted)
 

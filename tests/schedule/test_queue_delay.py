@@ -85,6 +85,33 @@ def test_prompts_that_will_be_found_computed_delay_nobody() -> None:
     assert 0.8 * steps <= estimate <= 1.4 * steps
 
 
+def test_before_a_first_output_has_ended_limits_are_what_outputs_take() -> None:
+    """For hints; deadlines are judged by what is sure."""
+    loop = make_loop(num_blocks=200, max_num_seqs=1, max_batched_tokens=16)
+    scheduler = loop.scheduler
+    scheduler.submit(request("runs", [1] * 8, 101), 0.0)
+    loop.step()  # and has one of its tokens
+    scheduler.submit(request("waits", [2] * 8, 50), 0.0)
+    scheduler.estimate_delay(Pace(prefill_rate=8.0, step_seconds=0.1))
+    prefills = 1 / 8 + 1.0
+    assert scheduler.queue_delay == pytest.approx(prefills + 100 * 0.1 + 50 * 0.1)
+    assert scheduler.least_delay == pytest.approx(prefills)
+    stats = loop.stats()
+    assert (stats.queue_delay_seconds, stats.least_delay_seconds) == (scheduler.queue_delay, scheduler.least_delay)
+    run_to_end(loop)
+    scheduler.submit(request("next", [3] * 8, 50), 0.0)
+    scheduler.estimate_delay(Pace(prefill_rate=8.0, step_seconds=0.1))
+    assert scheduler.queue_delay == scheduler.least_delay > 1.0
+
+
+def test_without_limits_a_first_output_counts_as_long_as_a_forecast_says() -> None:
+    loop = make_loop(num_blocks=400, max_num_seqs=1, max_batched_tokens=16)
+    loop.scheduler.submit(request("runs", [1] * 8, None), 0.0)
+    loop.step()
+    loop.scheduler.estimate_delay(Pace(prefill_rate=8.0, step_seconds=0.1))
+    assert loop.scheduler.queue_delay == pytest.approx(1 / 8 + 511 * 0.1)
+
+
 def test_a_refusal_says_when_to_come_again() -> None:
     loop = make_loop(num_blocks=40, max_num_seqs=1, max_queued_requests=2)
     scheduler = loop.scheduler

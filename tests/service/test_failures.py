@@ -180,16 +180,23 @@ async def test_deadline_unattainable(served: Running) -> None:
     assert status.code is grpc.StatusCode.RESOURCE_EXHAUSTED
     assert status.reason == "DEADLINE_UNATTAINABLE"
     assert int(status.metadata["estimated_ms"]) >= 10_000
-    assert status.pushback_ms == RETRY_AT_ONCE
+    assert 10.0 <= status.retry_seconds < 11.0  # for a request with a deadline of its own
+    assert status.pushback_ms == -1  # this one's deadline would only be nearer
     assert served.engine.submitted == []
 
 
 async def test_deadline_unattainable_while_every_place_is_taken(served: Running) -> None:
     """Nothing waits, but by the engine's estimate the first place is free too late."""
-    served.engine.stats_overrides = {"queue_delay_seconds": 8.0, "prefill_tokens_per_second": 1000.0}
+    served.engine.stats_overrides = {"least_delay_seconds": 8.0, "prefill_tokens_per_second": 1000.0}
     status = await refusal(served, start(scheduling=pb.Scheduling(timeout=Duration(seconds=5))))
     assert status.reason == "DEADLINE_UNATTAINABLE"
     assert 8000 <= int(status.metadata["estimated_ms"]) < 8100
+
+
+async def test_a_guess_at_outputs_lengths_refuses_no_deadline(served: Running) -> None:
+    served.engine.stats_overrides = {"queue_delay_seconds": 8.0, "prefill_tokens_per_second": 1000.0}
+    request = start(max_tokens=1, scheduling=pb.Scheduling(timeout=Duration(seconds=5)))
+    assert (await run_stream(served, request)).token_count() == 1
 
 
 async def test_expired_in_queue(served: Running) -> None:
@@ -317,11 +324,8 @@ async def test_engine_death_before_output_allows_a_retry(served: Running) -> Non
     await until(lambda: served.engine.live_requests == 1)
     served.engine.die()
     status = await calling
-    assert (status.code, status.reason, status.pushback_ms) == (
-        grpc.StatusCode.UNAVAILABLE,
-        "ENGINE_DIED",
-        RETRY_AT_ONCE,
-    )
+    assert (status.code, status.reason) == (grpc.StatusCode.UNAVAILABLE, "ENGINE_DIED")
+    assert (status.retry_seconds, status.pushback_ms) == (0.0, RETRY_AT_ONCE)  # elsewhere
 
 
 async def test_engine_death_after_output_forbids_one(served: Running) -> None:

@@ -10,7 +10,7 @@ import urllib.request
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from engine import FailureKind
+from engine import EngineState, FailureKind
 from service.config import ServiceConfig
 from service.metrics import OBSERVED_AT_ONCE, Histogram
 from tests.service.calls import refusal, run_stream, start
@@ -53,6 +53,35 @@ async def test_scrape_of_a_replica_that_served() -> None:
             assert name in values
         served.engine.die()
         assert (await scrape(served))["octavo_ready"] == 0
+
+
+async def test_figures_of_a_dead_engine_are_not_told_and_come_back_with_the_next() -> None:
+    async with running(FakeEngineClient(), ServiceConfig(drain_grace=0.0, metrics_port=free_port())) as served:
+        await run_stream(served, start("hello", max_tokens=5))
+        before = await scrape(served)
+        served.engine.die()
+        after = await scrape(served)
+        gone = {name.partition("{")[0] for name in before.keys() - after.keys()}
+        assert gone == {
+            "octavo_engine_info",
+            "octavo_requests_running",
+            "octavo_requests_waiting",
+            "octavo_prompt_tokens_waiting",
+            "octavo_uncached_prompt_tokens_waiting",
+            "octavo_queue_delay_seconds",
+            "octavo_kv_block_size_tokens",
+            "octavo_kv_blocks",
+            "octavo_kv_free_blocks",
+            "octavo_kv_evictable_blocks",
+            "octavo_kv_swapped_blocks",
+            "octavo_kv_utilization",
+            "octavo_prefill_tokens_per_second",
+            "octavo_decode_tokens_per_second",
+            "octavo_heartbeat_age_seconds",
+        }
+        assert after["octavo_generated_tokens_total"] == 5
+        served.engine.set_state(EngineState.READY)
+        assert (await scrape(served)).keys() >= before.keys()
 
 
 FIGURES = {
