@@ -48,7 +48,7 @@ async def locust(tmp_path: Path, *options: str) -> tuple[int, list[RequestRow], 
 async def test_streaming_users_in_several_processes(tmp_path: Path) -> None:
     page = tmp_path / "report.html"
     code, rows, err, counts = await locust(
-        tmp_path, "-u", "12", "-r", "12", "-t", "3", "--processes", "2", "--html", str(page)
+        tmp_path, "-u", "12", "-r", "12", "-t", "5", "--processes", "2", "--html", str(page)
     )
     assert code == 0, err
     done = [row for row in rows if row.outcome is Outcome.COMPLETED]
@@ -64,7 +64,7 @@ async def test_streaming_users_in_several_processes(tmp_path: Path) -> None:
 @pytest.mark.slow
 async def test_an_open_loop_sends_what_its_schedule_says(tmp_path: Path) -> None:
     code, rows, err, _ = await locust(
-        tmp_path, "-u", "1", "-t", "3", "--rate", "30", "--arrivals", "constant", "--show-ttft"
+        tmp_path, "-u", "1", "-t", "5", "--rate", "30", "--arrivals", "constant", "--show-ttft"
     )
     assert code == 0, err
     intended = sorted(row.intended for row in rows)

@@ -39,13 +39,14 @@ NICE = ("nice", "-n", "10")
 WARM_SECONDS = 3.0
 OVERLOAD = 3.5
 PACE_SECONDS = 0.5
+PACED_CLIENTS = 60  # of each of the two kinds
 
 
 @dataclass
 class Report:
     """Times in seconds, memory in bytes. outcomes: how the calls of well-behaved clients and of the prober ended.
-    tries, taken: of all clients that pace themselves. Times and memory are taken between the clients' start, when two
-    hundred of them connect, and their end."""
+    tries, taken: of all clients that pace themselves. started: when the load had begun. Times and memory are taken from
+    some seconds after it, when two hundred clients have connected, to their end."""
 
     duration: float
     started: float = field(default_factory=time.monotonic)
@@ -128,6 +129,13 @@ class Pace:
             self.pause = min(5.0, max(0.01, self.pause * min(1.5, max(0.7, ratio / self.overload))))
             tries, taken = self.tries, self.taken
 
+    async def begun(self) -> None:
+        """Tells the parent once there were as many tries as clients; on a busy machine that takes a while."""
+        async with asyncio.timeout(CALL_SECONDS):
+            while self.tries < PACED_CLIENTS:
+                await asyncio.sleep(0.02)
+        print("begun", flush=True)
+
     def pauses(self) -> float:
         return self.pause * random.uniform(0.5, 1.5)
 
@@ -206,12 +214,13 @@ async def attack(address: str, seconds: float, overload: float) -> None:
     stop, pace = asyncio.Event(), Pace(overload)
     actors: list[tuple[Callable[[str, asyncio.Event], Awaitable[None]], int]] = [
         (never_read, 60),
-        (lambda *arguments: cancel_at_random(*arguments, pace), 60),
+        (lambda *arguments: cancel_at_random(*arguments, pace), PACED_CLIENTS),
         (send_garbage, 16),
         (be_killed, 2),
     ]
     pacing = asyncio.create_task(pace.keep())
     tasks = [asyncio.ensure_future(actor(address, stop)) for actor, count in actors for _ in range(count)]
+    await pace.begun()
     await asyncio.sleep(seconds)
     stop.set()
     await asyncio.wait(tasks, timeout=CALL_SECONDS)
@@ -242,7 +251,8 @@ async def behave(address: str, seconds: float, overload: float) -> None:
                 await wait(stop, 0.0 if outcome == "OK" else pace.pauses())
 
     pacing = asyncio.create_task(pace.keep())
-    tasks = [asyncio.create_task(one()) for _ in range(60)]
+    tasks = [asyncio.create_task(one()) for _ in range(PACED_CLIENTS)]
+    await pace.begun()
     await asyncio.sleep(seconds)
     stop.set()
     await asyncio.gather(*tasks)
@@ -337,8 +347,13 @@ async def abuse(server: Process, seconds: float, overload: float = OVERLOAD) -> 
     """Runs everything against a server for so long, then waits until the server holds nothing."""
     report, stop = Report(seconds), asyncio.Event()
     attackers, behaved = [await role(name, server, seconds, overload) for name in ("attack", "behave")]
-    probes = [asyncio.create_task(probe(server, stop, report)) for probe in (probe_health, probe_refusals)]
+    probes: list[asyncio.Task[None]] = []
     try:
+        for process in (attackers, behaved):
+            assert process.stdout is not None
+            assert await asyncio.wait_for(process.stdout.readline(), 2 * CALL_SECONDS) == b"begun\n"
+        report.started = time.monotonic()
+        probes += [asyncio.create_task(probe(server, stop, report)) for probe in (probe_health, probe_refusals)]
         out, _ = await asyncio.wait_for(behaved.communicate(), seconds + 2 * CALL_SECONDS)
         attacked, _ = await asyncio.wait_for(attackers.communicate(), 2 * CALL_SECONDS)
     finally:
