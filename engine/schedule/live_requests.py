@@ -13,9 +13,11 @@ from engine.types import GenerationRequest
 class LiveRequests:
     """By id, in the order of their arrival, with what a plan must know of any of them."""
 
-    def __init__(self, max_context_tokens: int, eos_token_ids: frozenset[int]) -> None:
+    def __init__(self, max_context_tokens: int, eos_token_ids: frozenset[int], *, shares: bool) -> None:
+        """shares: whether a request's candidates share the blocks of its prompt."""
         self._max_context_tokens = max_context_tokens
         self._eos_token_ids = eos_token_ids
+        self._shares = shares
         self._groups: dict[str, RequestGroup] = {}
         self._editing: set[str] = set()  # those that change logits before a draw
         self._scoring: set[str] = set()  # those that want log probabilities of their prompts
@@ -66,6 +68,7 @@ class LiveRequests:
             seed=(secrets.randbits(64) if seed is None else seed + index) % 2**64,
             token_ids=list(request.prompt_token_ids),
             max_tokens_total=limit if max_tokens is None else min(limit, prompt + max_tokens),
+            shares_prompt=self._shares and index > 0,
         )
 
     def forget(self, group: RequestGroup) -> None:

@@ -74,7 +74,7 @@ class Scheduler:
         self._prompts = PromptForecast()
         self._policy: Policy = policy or PriorityWithAgeing()
         self._composition: Composition = composition or MixedSteps(limits.max_batched_tokens)
-        self._live = LiveRequests(limits.max_context_tokens, eos_token_ids)
+        self._live = LiveRequests(limits.max_context_tokens, eos_token_ids, shares=residency.shares)
         self._waiting = WaitingQueue(self._policy)
         self._running: list[Sequence] = []
         self._arriving: list[Sequence] = []

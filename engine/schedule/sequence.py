@@ -68,6 +68,7 @@ class Sequence:
     finish: CandidateFinish | None = None
     counts: TokenCounts | None = None  # made when a penalty first asks for it
     constraint: Constraint | None = None
+    shares_prompt: bool = False  # with the request's first candidate, who computes it
     num_prompt: int = field(init=False)  # asked for every sequence and step
 
     def __post_init__(self) -> None:
@@ -76,6 +77,11 @@ class Sequence:
     @property
     def num_tokens(self) -> int:
         return len(self.token_ids) + self.num_pending
+
+    @property
+    def queued_prompt(self) -> int:
+        """Tokens of its prompt that it adds to a queue: candidates that share one count it once."""
+        return 0 if self.shares_prompt else self.num_prompt
 
     @property
     def num_generated(self) -> int:

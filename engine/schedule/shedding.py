@@ -20,7 +20,7 @@ def giving_way(waiting: Iterable[Sequence], priority: int, requests: int, tokens
     low.sort(key=lambda group: (group.request.priority, -group.order))
     for count, group in enumerate(low, 1):
         requests -= 1
-        tokens -= len(group.request.prompt_token_ids) * len(group.sequences)
+        tokens -= sum(sequence.queued_prompt for sequence in group.sequences)
         if requests <= 0 and tokens <= 0:
             return low[:count]
     return []

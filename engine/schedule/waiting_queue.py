@@ -12,7 +12,7 @@ from engine.schedule.shedding import may_give_way
 
 
 class WaitingQueue:
-    """Sequences in the policy's order. `prompt_tokens`: of all their prompts together."""
+    """Sequences in the policy's order. `prompt_tokens`: of all their prompts together, each that is shared once."""
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
@@ -31,13 +31,13 @@ class WaitingQueue:
 
     def add(self, sequence: Sequence) -> None:
         bisect.insort(self._sequences, sequence, key=self._policy.key)
-        self.prompt_tokens += sequence.num_prompt
+        self.prompt_tokens += sequence.queued_prompt
         if may_give_way(sequence.group):
             self._low[id(sequence)] = sequence.group.request.priority
 
     def remove(self, sequence: Sequence) -> None:
         self._sequences.remove(sequence)
-        self.prompt_tokens -= sequence.num_prompt
+        self.prompt_tokens -= sequence.queued_prompt
         self._low.pop(id(sequence), None)
 
     @property

@@ -159,6 +159,18 @@ def test_queue_bounds_in_requests_and_in_tokens() -> None:
     assert kinds == [FailureKind.QUEUE_FULL]
 
 
+@pytest.mark.parametrize(("separate", "queued"), [(False, 3), (True, 9)])
+def test_a_prompt_that_candidates_share_is_queued_once(separate: bool, queued: int) -> None:
+    loop = make_loop(num_blocks=20, max_queued_tokens=10, separate=separate)
+    loop.scheduler.submit(request("a", prompt(3), 4, sampling=SamplingParameters(n=3)), 0.0)
+    assert loop.scheduler.queued_prompt_tokens == queued
+    loop.scheduler.submit(request("b", prompt(3, 1), 4), 0.0)
+    full = [event.kind for event in loop.scheduler.take_events() if isinstance(event, RequestFailed)]
+    assert full == ([FailureKind.QUEUE_FULL] if separate else [])
+    run_to_end(loop)
+    loop.scheduler.check_idle()
+
+
 @pytest.mark.parametrize("lookahead", [False, True])
 @pytest.mark.parametrize("steps", range(6))
 def test_cancel_at_every_point(steps: int, lookahead: bool) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from engine.loop import StepLoop
-from engine.types import Admitted, Event, FailureKind, RequestFailed
+from engine.types import Admitted, Event, FailureKind, RequestFailed, SamplingParameters
 from tests.schedule.fake_model import make_loop, request, run_to_end
 
 
@@ -71,6 +71,19 @@ def test_as_many_give_way_as_prompt_tokens_need_and_none_in_vain() -> None:
     assert isinstance(refused, RequestFailed)
     assert refused.kind is FailureKind.QUEUE_FULL
     assert shed_in(come(loop, 0, prompt=8)) == ["2", "1"]
+
+
+@pytest.mark.parametrize(("prompt", "shed"), [(8, ["1"]), (9, ["1", "0"])])
+def test_who_gives_way_makes_room_for_its_prompt_once(prompt: int, shed: list[str]) -> None:
+    loop = make_loop(num_blocks=100, max_num_seqs=3, max_queued_tokens=12)
+    loop.scheduler.submit(request("runs", [1] * 4, 4, sampling=SamplingParameters(n=3)), 0.0)
+    loop.step()
+    loop.step()
+    for index in range(2):
+        sampling = SamplingParameters(n=3)
+        loop.scheduler.submit(request(str(index), [1] * 4, 4, priority=-1, sampling=sampling), 0.0)
+    loop.scheduler.take_events()
+    assert shed_in(come(loop, 0, prompt=prompt)) == shed
 
 
 def test_what_was_begun_stays() -> None:
