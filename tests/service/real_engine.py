@@ -22,13 +22,14 @@ DEFAULTS = {"max_num_seqs": 4, "max_model_len": 400, "block_size": 4, "num_threa
 async def serving(
     path: Path, config: ServiceConfig | None = None, **options: Any
 ) -> AsyncIterator[tuple[LocalEngineClient, Server]]:
-    """options: the engine's."""
+    """options: the engine's. Whenever its work had drained, it held nothing."""
     engine = LocalEngineClient(EngineConfig(model=str(path), **{**DEFAULTS, **options}))
     await engine.start()
     server = Server(engine, load_tokenizer(str(path)), config or ServiceConfig(port=0, drain_grace=0.0))
     await server.start()
     try:
         yield engine, server
+        assert engine.stats.integrity_errors == 0
     finally:
         await server.stop()
 
