@@ -31,7 +31,7 @@ def chat(content: str = "hello", arguments: dict[str, Any] | None = None) -> pb.
 @pytest.mark.parametrize("prompt", [{"text": TEXT}, {"chat": chat(TEXT)}], ids=["text", "chat"])
 async def test_health_and_other_streams_go_on_while_a_prompt_is_tokenized(prompt: dict[str, Any]) -> None:
     async with running(large_engine()) as served:
-        other, long = Stream(served), Stream(served, timeout=50)
+        other, long = Stream(served, timeout=100), Stream(served, timeout=100)
         await other.send(pb.GenerateRequest(start=start("x", max_tokens=100_000, request_id="other")))
         await other.read_until_tokens("other", 1)
         await long.send(pb.GenerateRequest(start=pb.StartGeneration(**prompt, request_id="long")))
