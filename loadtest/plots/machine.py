@@ -24,7 +24,7 @@ def speed(reading: Reading) -> Figure | None:
         name="reference",
         x=[time.at / 60 for time in times],
         y=[machine.at(time) for time in times],
-        colour="grey",
+        colour="purple",
         labels=[f"{time.seconds * 1e3:.2f} ms" for time in times],
     )
     full = [level for level in measured if _is_full(reading, level)]
@@ -35,7 +35,7 @@ def speed(reading: Reading) -> Figure | None:
     return Figure(
         id="15-machine",
         title="The machine's speed",
-        caption="Grey: a fixed piece of work, timed before and after every level while the service had nothing to do. "
+        caption="Line: a fixed piece of work, timed before and after every level while the service had nothing to do. "
         "Marks: requests/s of levels beyond the knee, which are full, relative to their median. If the reference "
         "speaks for the service, they lie nearer to 100 % over its speed than as measured.",
         finding=_finding(times_spread(reference.y), raw, fair, unsteady),

@@ -15,7 +15,7 @@ from loadtest.plan import LevelPlan
 from loadtest.reading import Reading
 from loadtest.records import Gpu, GpuSample, Phase, RequestRow, RunKind, TelemetryRow
 from loadtest.result import Result
-from tests.loadtest.simulated import WORK, SteppingServer
+from tests.loadtest.simulated import WORK, Drift, SteppingServer
 from tests.loadtest.synthetic import run_record, synthetic_map
 
 PROMPTS = (20, 100, 700, 3000)
@@ -23,6 +23,8 @@ GPU = Gpu(name="A GPU <x>", driver="1", memory=1 << 37, max_sm_clock=1980, max_m
 
 
 def plain_map(folder: Path, seed: int = 1, server: SteppingServer | None = None) -> Result:
+    """On a machine that wavers a little."""
+    server = server or SteppingServer(queue=20, machine=Drift(5, by=0.03))
     return asyncio.run(synthetic_map(folder, server, seed))
 
 

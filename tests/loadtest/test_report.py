@@ -15,6 +15,7 @@ import pytest
 from msgspec.structs import replace
 
 from loadtest.judgements import Interval, LevelClass, Quantile
+from loadtest.machine import Machine
 from loadtest.page.render import FOLDER, contrast, ink
 from loadtest.plots.catalogue import figures
 from loadtest.plots.figure import Figure, Kind, Series
@@ -28,7 +29,7 @@ from loadtest.result import Result, ResultError
 from tests.loadtest import chromium, synthetic_kinds
 
 VOID_TAGS = {"meta", "link", "br", "img", "hr", "input", "col"}
-OF_A_MAP = {"01", "02", "03", "04", "05", "06", "07", "08", "09", "11", "13", "14"}
+OF_A_MAP = {"01", "02", "03", "04", "05", "06", "07", "08", "09", "11", "13", "14", "15"}
 
 
 @pytest.fixture(scope="module")
@@ -84,6 +85,29 @@ def test_latency_charts_show_the_verdicts_percentiles(reading: Reading, charts: 
     assert [(band.low, band.high) for band in chart.panels[0].bands] == [(knee.low, knee.high)]
     assert chart.panels[0].rules[0].y == reading.run.limits.ttft
     assert [mark.level_class for mark in chart.panels[0].strip] == [v.level_class for v in reading.sweep]
+
+
+def test_the_machines_chart_has_every_time_and_levels_beyond_the_knee(
+    reading: Reading, charts: dict[str, Figure]
+) -> None:
+    chart = charts["15-machine"]
+    machine = Machine(reading.levels)
+    times = series_of(chart, "reference")
+    assert len(times.x) == 2 * len(reading.levels)
+    assert [value for value in times.y if value == 1.0 or value is None] != times.y
+    assert sorted(times.y, key=lambda value: value or 0.0) == sorted(machine.at(time) for time in machine.times)
+    raw, over = series_of(chart, "completed, as measured"), series_of(chart, "over the speed")
+    knee = reading.summary.knee
+    assert knee is not None
+    beyond = [level for level in reading.levels if (level.rate or 0.0) >= 1.1 * knee.low]
+    assert len(raw.x) == len(over.x) == len(beyond) > 3
+
+    def spread(values: list[float | None]) -> float:
+        known = [value for value in values if value is not None]
+        return max(known) - min(known)
+
+    assert spread(over.y) < spread(raw.y)  # this server's reference speaks for it
+    assert "as measured" in chart.finding
 
 
 def test_curves_go_through_the_verdicts_percentiles(reading: Reading, charts: dict[str, Figure]) -> None:
