@@ -15,6 +15,7 @@ from engine.errors import (
 from engine.garbage import keep_loaded
 from engine.model.source import resolve as _resolve
 from engine.schedule.admission import too_late
+from engine.schedule.queue_fill import QueueFill
 from engine.text.output import Delta, OutputText
 from engine.text.tokenizer import Tokenizer
 from engine.types import (
@@ -73,6 +74,7 @@ __all__ = [
     "LoadFormat",
     "OutputText",
     "PromptScored",
+    "QueueFill",
     "RequestFailed",
     "RequestFinished",
     "SamplingParameters",

@@ -98,6 +98,7 @@ class StepLoop:
         scheduler, counters = self.scheduler, self.scheduler.counters
         self._estimate_delay()
         allocator, running = scheduler.tables.allocator, scheduler.num_running_requests
+        starting_requests, starting_tokens = scheduler.starting
         return EngineStats(
             step=self.steps,
             heartbeat=time.monotonic(),
@@ -106,6 +107,8 @@ class StepLoop:
             queued_requests=scheduler.num_requests - running,
             queued_prompt_tokens=scheduler.queued_prompt_tokens,
             queued_uncached_tokens=scheduler.queued_uncached_tokens,
+            starting_requests=starting_requests,
+            starting_prompt_tokens=starting_tokens,
             free_blocks=allocator.num_free,
             cached_blocks=allocator.num_cached,
             live_blocks=allocator.num_live,

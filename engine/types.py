@@ -224,8 +224,9 @@ class EngineStats(msgspec.Struct, frozen=True):
     getting anywhere has a heartbeat and no progress. queued_uncached_tokens: of the prompts that wait, what will have
     to be computed if as much of them is found in the prefix cache as of those before them. queue_delay_seconds: what a
     request that comes now waits for its turn, estimated a few times a second; least_delay_seconds: the same without
-    any guess at how long outputs are. least_priority: of those that wait and would give way to a higher one; 0 if none
-    would.
+    any guess at how long outputs are. starting_requests, starting_prompt_tokens: of those queued, what slots and blocks
+    are free for; the queue's bounds are for the others. least_priority: of those that wait and would give way to a
+    higher one; 0 if none would.
     """
 
     step: int = 0
@@ -235,6 +236,8 @@ class EngineStats(msgspec.Struct, frozen=True):
     queued_requests: int = 0
     queued_prompt_tokens: int = 0
     queued_uncached_tokens: int = 0
+    starting_requests: int = 0
+    starting_prompt_tokens: int = 0
     free_blocks: int = 0
     cached_blocks: int = 0
     live_blocks: int = 0

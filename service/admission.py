@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from engine import EngineState, too_late
+from engine import EngineState, QueueFill, too_late
 from service.replica import Replica
 from service.request import Generation
 from service.status import (
@@ -34,11 +34,7 @@ class Admission:
 
     def check_prompt(self, generation: Generation, prompt_tokens: int, deadline: float | None) -> None:
         """Once the prompt's length is known. deadline: `time.monotonic()` seconds for its turn."""
-        failure = (
-            self._unavailable()
-            or self._queue_without_room(generation.priority, prompt_tokens)
-            or self._too_late(deadline)
-        )
+        failure = self._unavailable() or self._queue_without_room(generation.priority, prompt_tokens) or self._too_late(deadline)
         if failure is not None:
             raise RequestRefusedError(failure)
 
@@ -74,25 +70,35 @@ class Admission:
     def _full(self, priority: int) -> Failure | None:
         """Refuses without a step, which may take longer than a client should wait for a no. The engine's queue
         is as its newest frame has it."""
-        info, live, queued = self._replica.info, len(self._replica.live), self._replica.engine.stats.queued_requests
+        info, fill, live = self._replica.info, self._fill, len(self._replica.live)
         if self._makes_room(priority):
             return None
-        if live >= info.max_num_seqs + info.max_queued_requests:
-            problem = f"{live} requests are live; {info.max_num_seqs} may run and {info.max_queued_requests} wait"
-            return queue_full(problem, self.retry_after())
-        if queued >= info.max_queued_requests:
-            problem = f"{queued} requests wait; at most {info.max_queued_requests} may"
-            return queue_full(problem, self.retry_after())
+        if fill.requests >= fill.max_requests:
+            return self._queue_full(fill, fill.wording)
+        if live >= info.max_num_seqs + fill.max_requests:
+            most = f"at most {info.max_num_seqs} run and {fill.max_requests} wait"
+            return self._queue_full(fill, f"{live} requests are here, of which {most}")
         return None
 
     def _queue_without_room(self, priority: int, prompt_tokens: int) -> Failure | None:
+        """Of one whose number is no hindrance."""
+        fill = self._fill
+        if self._makes_room(priority) or fill.requests >= fill.max_requests or fill.holds(prompt_tokens):
+            return None
+        return self._queue_full(fill, f"{fill.wording}; this prompt has {prompt_tokens}")
+
+    @property
+    def _fill(self) -> QueueFill:
         info, stats = self._replica.info, self._replica.engine.stats
-        if not stats.queued_requests or self._makes_room(priority):
-            return None
-        if stats.queued_prompt_tokens + prompt_tokens <= info.max_queued_tokens:
-            return None
-        problem = f"{stats.queued_prompt_tokens} prompt tokens wait; at most {info.max_queued_tokens} may"
-        return queue_full(problem, self.retry_after())
+        return QueueFill(
+            stats.queued_requests - stats.starting_requests,
+            stats.queued_prompt_tokens - stats.starting_prompt_tokens,
+            info.max_queued_requests,
+            info.max_queued_tokens,
+        )
+
+    def _queue_full(self, fill: QueueFill, problem: str) -> Failure:
+        return queue_full(f"the queue is full: {problem}", self.retry_after(), fill.numbers)
 
     def _too_late(self, deadline: float | None) -> Failure | None:
         """By the queue alone; what of the prompt is cached, and so how long it takes itself, the engine knows."""

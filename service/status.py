@@ -118,18 +118,20 @@ def grammar_invalid(field_path: str, problem: str) -> Failure:
     )
 
 
-def queue_full(problem: str, retry_after: float) -> Failure:
+def queue_full(problem: str, retry_after: float, numbers: Mapping[str, str]) -> Failure:
+    """`numbers`: what waits and what may, as in QueueFill; none where it is no queue for steps that is full."""
     return Failure(
         grpc.StatusCode.RESOURCE_EXHAUSTED,
         "QUEUE_FULL",
         problem,
+        metadata=numbers,
         retry_after=retry_after,
         pushback_ms=max(RETRY_AT_ONCE, milliseconds(retry_after)),
     )
 
 
-def shed(problem: str, retry_after: float) -> Failure:
-    return replace(queue_full(problem, retry_after), reason="SHED")
+def shed(problem: str, retry_after: float, numbers: Mapping[str, str]) -> Failure:
+    return replace(queue_full(problem, retry_after, numbers), reason="SHED")
 
 
 def deadline_unattainable(problem: str, numbers: Mapping[str, str]) -> Failure:
@@ -263,9 +265,9 @@ def _from_kind(event: RequestFailed, instance_id: str, grammar: Grammar | None) 
             path = "start.structured_output"
             return grammar_invalid(path if grammar is None else f"{path}.{grammar.kind}", event.message)
         case FailureKind.QUEUE_FULL:
-            return queue_full(event.message, float(event.details.get("retry_after", "1")))
+            return queue_full(event.message, *_retry_and_numbers(event))
         case FailureKind.SHED:
-            return shed(event.message, float(event.details.get("retry_after", "1")))
+            return shed(event.message, *_retry_and_numbers(event))
         case FailureKind.DEADLINE_UNATTAINABLE:
             return deadline_unattainable(event.message, event.details)
         case FailureKind.EXPIRED_IN_QUEUE:
@@ -280,6 +282,11 @@ def _from_kind(event: RequestFailed, instance_id: str, grammar: Grammar | None) 
             return engine_died(instance_id, event.message)
         case FailureKind.ENGINE_ERROR:
             return internal(event.message)
+
+
+def _retry_and_numbers(event: RequestFailed) -> tuple[float, dict[str, str]]:
+    numbers = dict(event.details)
+    return float(numbers.pop("retry_after", "1")), numbers
 
 
 def milliseconds(seconds: float) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from engine.schedule.queue_fill import QueueFill
 from engine.types import FailureKind, GenerationRequest, RequestFailed
 
 _LEAST_RETRY_SECONDS = 0.1
@@ -29,12 +30,11 @@ def refusal(
     request: GenerationRequest,
     limits: SchedulerLimits,
     live: bool,
-    queued: int,
-    queued_tokens: int,
+    fill: QueueFill,
     queue_delay: float,
 ) -> RequestFailed | None:
-    """Why a request cannot be queued, or None. `live`: its id is in use; `queued` requests with `queued_tokens` prompt
-    tokens wait already, for some `queue_delay` seconds. A prompt needs room for one token of output."""
+    """Why a request cannot be queued, or None. `live`: its id is in use; `fill` waits already, for some `queue_delay`
+    seconds. A prompt needs room for one token of output."""
     name, prompt, limit = request.request_id, len(request.prompt_token_ids), limits.max_context_tokens
     problem = _malformed(request, live)
     if problem is not None:
@@ -45,20 +45,21 @@ def refusal(
         numbers = {"prompt_tokens": prompt, "max_prompt_tokens": limit - 1, "max_context_tokens": limit}
         details = {key: str(value) for key, value in numbers.items()}
         return RequestFailed(name, FailureKind.PROMPT_TOO_LONG, message, field="prompt", details=details)
-    if queued >= limits.max_queued_requests or queued_tokens + prompt > limits.max_queued_tokens:
-        message = f"queue is full: {queued} requests, {queued_tokens} prompt tokens wait"
-        return RequestFailed(name, FailureKind.QUEUE_FULL, message, details=_retry_after(queue_delay))
+    if not fill.holds(prompt):
+        message = f"the queue is full: {fill.wording}; this prompt has {prompt}"
+        return RequestFailed(name, FailureKind.QUEUE_FULL, message, details=_details(fill, queue_delay))
     return None
 
 
-def shed(request_id: str, queue_delay: float) -> RequestFailed:
+def shed(request_id: str, fill: QueueFill, queue_delay: float) -> RequestFailed:
     """Of a request that waited and gave way to one of a higher priority."""
-    message = "the queue is full, and a request of a higher priority came"
-    return RequestFailed(request_id, FailureKind.SHED, message, details=_retry_after(queue_delay))
+    message = f"a request of a higher priority came while the queue was full: {fill.wording}"
+    return RequestFailed(request_id, FailureKind.SHED, message, details=_details(fill, queue_delay))
 
 
-def _retry_after(queue_delay: float) -> dict[str, str]:
-    return {"retry_after": f"{min(_MOST_RETRY_SECONDS, max(_LEAST_RETRY_SECONDS, queue_delay)):.3f}"}
+def _details(fill: QueueFill, queue_delay: float) -> dict[str, str]:
+    retry_after = min(_MOST_RETRY_SECONDS, max(_LEAST_RETRY_SECONDS, queue_delay))
+    return {"retry_after": f"{retry_after:.3f}", **fill.numbers}
 
 
 def too_late(request_id: str, estimated: float, left: float) -> RequestFailed:

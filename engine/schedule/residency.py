@@ -54,7 +54,8 @@ class Residency:
         self._sources: list[int] = []
 
     @property
-    def _available(self) -> int:
+    def available_blocks(self) -> int:
+        """Free, or held by the prefix cache only."""
         allocator = self.tables.allocator
         return allocator.num_free + allocator.num_cached
 
@@ -88,7 +89,7 @@ class Residency:
         for option in options:
             revived = sum(self.tables.allocator.ref_count(block) == 0 for block in option.blocks)
             wanted = room - len(option.blocks) + option.copies_last(self.tables.block_size)
-            if self._available - revived >= wanted + (0 if alone else watermark):
+            if self.available_blocks - revived >= wanted + (0 if alone else watermark):
                 self._enter(sequence, option)
                 return True
         return False
@@ -97,7 +98,7 @@ class Residency:
         return self.tables.blocks_for(sequence.num_tokens + (not alone))
 
     def _bring_back(self, sequence: Sequence, alone: bool, watermark: int) -> bool:
-        if self._available < self._room(sequence, alone) + (0 if alone else watermark):
+        if self.available_blocks < self._room(sequence, alone) + (0 if alone else watermark):
             return False
         slot = self._take_slot(sequence)
         host, sequence.swapped_blocks = sequence.swapped_blocks, []

@@ -20,9 +20,11 @@ from engine.schedule.finish import finish_after
 from engine.schedule.first_token import TELLING_TOKENS, PrefillBound, common_tokens
 from engine.schedule.forecast import Demand, OutputForecast, PromptForecast, own_tokens
 from engine.schedule.live_requests import LiveRequests
+from engine.schedule.openings import Openings, no_openings
 from engine.schedule.plan import ScheduledSequence, StepOutcome, StepPlan
 from engine.schedule.policy import Policy, PriorityWithAgeing
 from engine.schedule.queue_delay import Need, Pace, queue_delay
+from engine.schedule.queue_fill import QueueFill
 from engine.schedule.residency import Residency
 from engine.schedule.sequence import Constraint, Phase, RequestGroup, Sequence
 from engine.schedule.shedding import giving_way
@@ -81,6 +83,7 @@ class Scheduler:
         self._events: list[Event] = []
         self._steps = 0
         self._deadlines = Deadlines(self._live)
+        self._openings: Openings | None = None  # until something changes what is free
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
@@ -88,7 +91,8 @@ class Scheduler:
         """Queues a request, or refuses it with a RequestFailed event. constraint: of the request's grammar."""
         live = request.request_id in self._live
         position = self.num_queued_requests
-        refused = refusal(request, self.limits, live, position, self._waiting.prompt_tokens, self.queue_delay)
+        fill = self.queue_fill
+        refused = refusal(request, self.limits, live, fill, self.queue_delay)
         full = refused is not None and refused.kind is FailureKind.QUEUE_FULL
         giving = self._giving_way(request) if full else []
         refused = (None if giving else refused) or self._too_late(request, now)
@@ -97,22 +101,22 @@ class Scheduler:
             return
         for other in giving:
             self._drop_group(other)
-            self._events.append(shed(other.request_id, self.queue_delay))
+            self._events.append(shed(other.request_id, fill, self.queue_delay))
         position -= len(giving)
         group = self._live.add(request, now, constraint)
         self._deadlines.add(group)
         for sequence in group.sequences:
             self._waiting.add(sequence)
+            if self._openings is not None:
+                self._openings.take(sequence)
         self.counters.prompt_tokens += len(request.prompt_token_ids)
         self._events.append(Admitted(request.request_id, len(request.prompt_token_ids), position))
 
     def _giving_way(self, request: GenerationRequest) -> list[RequestGroup]:
         """Those who make room for a request in a queue that is full."""
-        limits, own = self.limits, len(request.prompt_token_ids)
-        if own > limits.max_queued_tokens:
-            return []
-        requests = self.num_queued_requests + 1 - limits.max_queued_requests
-        tokens = self._waiting.prompt_tokens + own - limits.max_queued_tokens
+        fill = self.queue_fill
+        requests = fill.requests + 1 - fill.max_requests
+        tokens = fill.prompt_tokens - max(0, fill.max_prompt_tokens - len(request.prompt_token_ids))
         return giving_way(self._waiting, request.priority, requests, tokens)
 
     def _too_late(self, request: GenerationRequest, now: float) -> RequestFailed | None:
@@ -188,6 +192,7 @@ class Scheduler:
         moved: the newest step whose sequences have all been copied in from host memory; a sequence on its way joins
         once it is there, unless nothing else can run meanwhile. None: they are there as soon as planned."""
         self._expire(now)
+        self._openings = None
         self.residency.begin_plan()
         if self._arriving:
             self._land(moved)
@@ -295,6 +300,25 @@ class Scheduler:
         return self.num_requests - self.num_running_requests
 
     @property
+    def starting(self) -> tuple[int, int]:
+        """Of those in the queue, requests and prompt tokens that have slots and blocks at once, and wait for a place in
+        a step only. They do not count against the queue's bounds."""
+        if not self._waiting:
+            return 0, 0
+        openings = self._opened()
+        return openings.requests, openings.prompt_tokens
+
+    @property
+    def queue_fill(self) -> QueueFill:
+        requests, tokens = self.starting
+        return QueueFill(
+            self.num_queued_requests - requests,
+            self._waiting.prompt_tokens - tokens,
+            self.limits.max_queued_requests,
+            self.limits.max_queued_tokens,
+        )
+
+    @property
     def least_priority(self) -> int:
         return self._waiting.least_priority
 
@@ -396,6 +420,7 @@ class Scheduler:
         sequence.phase = Phase.WAITING
         self.counters.preemptions += 1
         self._waiting.add(sequence)
+        self._openings = None
 
     def _admit(self, wanted: Wanted, now: float, *, overlap: bool) -> list[ScheduledSequence]:
         """Waiting sequences in order while budget, slots and blocks last. Behind one that finds no blocks, a few
@@ -438,7 +463,27 @@ class Scheduler:
                 blocked = sequence
             if blocked is not None:
                 window = 0 if blocked.preemptions or blocked.skips >= _MAX_SKIPS else window - 1
+        if blocked is not None:
+            self._openings = no_openings()
         return entries
+
+    def _opened(self) -> Openings:
+        if self._openings is None:
+            resident = self._running + self._arriving
+            places = min(self.tables.num_free_slots, self.limits.max_batched_tokens - len(resident))
+            self._openings = Openings(
+                slots=places,
+                blocks=self.residency.available_blocks,
+                watermark=self.limits.watermark_blocks,
+                block_size=self.tables.block_size,
+                alone=not resident,
+                running=frozenset(sequence.group.order for sequence in resident),
+                make_demand=self._demand,
+            )
+            for sequence in self._waiting:
+                if not self._openings.take(sequence):
+                    break
+        return self._openings
 
     def _uncomputed(self, sequence: Sequence, enough: int) -> int:
         """Tokens of a waiting sequence that would have to run; more than `enough` is not told exactly."""
@@ -448,7 +493,7 @@ class Scheduler:
         return count - min(self.residency.cached_tokens(sequence.group.request), count - 1)
 
     def _demand(self) -> Demand | None:
-        if self.forecast is None or not self._waiting:
+        if self.forecast is None:
             return None
         tables = self.tables
         total, live = tables.allocator.num_blocks, tables.allocator.num_live
@@ -509,6 +554,7 @@ class Scheduler:
             case Phase.WAITING:
                 self._waiting.remove(sequence)
         self.residency.release(sequence)
+        self._openings = None
         sequence.phase = Phase.FINISHED
         sequence.finish = finish
 

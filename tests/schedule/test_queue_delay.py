@@ -115,6 +115,8 @@ def test_without_limits_a_first_output_counts_as_long_as_a_forecast_says() -> No
 def test_a_refusal_says_when_to_come_again() -> None:
     loop = make_loop(num_blocks=40, max_num_seqs=1, max_queued_requests=2)
     scheduler = loop.scheduler
+    scheduler.submit(request("runs", [1], 10), 0.0)
+    loop.step()
     for index in range(2):
         scheduler.submit(request(str(index), [index] * 8, 10), 0.0)
     scheduler.estimate_delay(Pace(prefill_rate=4.0))
@@ -123,7 +125,7 @@ def test_a_refusal_says_when_to_come_again() -> None:
     scheduler.submit(request("refused, too", [1], 1), 0.0)
     failures = [event for event in scheduler.take_events() if isinstance(event, RequestFailed)]
     assert [event.kind for event in failures] == [FailureKind.QUEUE_FULL] * 2
-    assert [event.details["retry_after"] for event in failures] == ["4.000", "30.000"]
+    assert [event.details["retry_after"] for event in failures] == ["4.250", "30.000"]
 
 
 def test_what_expired_before_its_first_plan_is_never_computed() -> None:

@@ -147,14 +147,14 @@ def test_refusals_name_the_field() -> None:
 
 def test_queue_bounds_in_requests_and_in_tokens() -> None:
     loop = make_loop(num_blocks=8, max_num_seqs=1, max_queued_requests=2, max_queued_tokens=100)
-    for index in range(3):
+    for index in range(4):
         loop.scheduler.submit(request(str(index), [index], 1), 0.0)
     full = [event for event in loop.scheduler.take_events() if isinstance(event, RequestFailed)]
-    assert [event.request_id for event in full] == ["2"]
+    assert [event.request_id for event in full] == ["3"]
     assert full[0].kind is FailureKind.QUEUE_FULL
-    loop = make_loop(num_blocks=8, max_queued_tokens=5)
-    loop.scheduler.submit(request("a", prompt(3), 1), 0.0)
-    loop.scheduler.submit(request("b", prompt(3), 1), 0.0)
+    loop = make_loop(num_blocks=8, max_num_seqs=1, max_queued_tokens=5)
+    for name in "abc":
+        loop.scheduler.submit(request(name, prompt(3), 1), 0.0)
     kinds = [event.kind for event in loop.scheduler.take_events() if isinstance(event, RequestFailed)]
     assert kinds == [FailureKind.QUEUE_FULL]
 

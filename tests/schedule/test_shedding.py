@@ -20,8 +20,8 @@ def full_loop(*priorities: int) -> StepLoop:
     return loop
 
 
-def come(loop: StepLoop, priority: int, prompt: int = 4) -> list[Event]:
-    loop.scheduler.submit(request("newcomer", [2] * prompt, 4, priority=priority), 0.0)
+def come(loop: StepLoop, priority: int, prompt: int = 4, name: str = "newcomer") -> list[Event]:
+    loop.scheduler.submit(request(name, [2] * prompt, 4, priority=priority), 0.0)
     return loop.scheduler.take_events()
 
 
@@ -29,6 +29,7 @@ def shed_in(events: list[Event]) -> list[str]:
     assert isinstance(events[-1], Admitted), events
     failures = [event for event in events if isinstance(event, RequestFailed)]
     assert all(event.kind is FailureKind.SHED and float(event.details["retry_after"]) > 0 for event in failures)
+    assert all(event.details["max_queued_requests"] for event in failures)
     return [event.request_id for event in failures]
 
 
@@ -67,10 +68,21 @@ def test_as_many_give_way_as_prompt_tokens_need_and_none_in_vain() -> None:
     for index in range(3):
         loop.scheduler.submit(request(str(index), [1] * 4, 4, priority=-1), 0.0)
     loop.scheduler.take_events()
-    [refused] = come(loop, 0, prompt=13)
+    assert shed_in(come(loop, 0, prompt=8)) == ["2", "1"]
+    [refused] = come(loop, 1, prompt=13, name="another")  # for which all would have to go, and the first newcomer stays
     assert isinstance(refused, RequestFailed)
     assert refused.kind is FailureKind.QUEUE_FULL
-    assert shed_in(come(loop, 0, prompt=8)) == ["2", "1"]
+
+
+def test_all_give_way_to_one_prompt_beyond_the_bound() -> None:
+    """An empty queue takes it."""
+    loop = make_loop(num_blocks=100, max_num_seqs=1, max_queued_tokens=12)
+    loop.scheduler.submit(request("runs", [1] * 4, 4), 0.0)
+    loop.step()
+    for index in range(3):
+        loop.scheduler.submit(request(str(index), [1] * 4, 4, priority=-1), 0.0)
+    loop.scheduler.take_events()
+    assert shed_in(come(loop, 0, prompt=13)) == ["2", "1", "0"]
 
 
 @pytest.mark.parametrize(("prompt", "shed"), [(8, ["1"]), (9, ["1", "0"])])
@@ -92,6 +104,7 @@ def test_what_was_begun_stays() -> None:
     loop.scheduler.submit(request("begun", [1] * 4, 8, priority=-5), 0.0)
     loop.step()
     loop.scheduler._preempt(loop.scheduler._running[0])
+    loop.scheduler.submit(request("takes its slot", [1] * 4, 4), 0.0)
     loop.scheduler.take_events()
     assert loop.scheduler.least_priority == 0
     [refused] = come(loop, 5)

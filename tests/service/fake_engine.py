@@ -187,7 +187,7 @@ class FakeEngineClient:
             self.submitted.append(request)
         queued = sum(not live.running for live in self._live.values())
         if queued >= self._info.max_queued_requests:
-            details = {"retry_after": "0.25"}
+            details = {"retry_after": "0.25", "waiting_requests": str(queued)}
             sink([RequestFailed(request.request_id, FailureKind.QUEUE_FULL, "queue is full", details=details)])
             return
         candidates = [FakeCandidate() for _ in range(request.sampling.n)]

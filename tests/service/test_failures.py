@@ -71,6 +71,7 @@ async def test_queue_full_of_the_engine_has_its_own_retry_time() -> None:
         served.engine.stats_overrides = {"queued_requests": 0}  # as its last frame had it
         status = await refusal(served, start())
         assert (status.reason, status.retry_seconds, status.pushback_ms) == ("QUEUE_FULL", 0.25, 250)
+        assert status.metadata == {"waiting_requests": "1"}
         stream.call.cancel()
 
 
@@ -81,9 +82,25 @@ async def test_full_queue_of_the_engine_refuses_without_asking_it() -> None:
         stream = Stream(served)
         await stream.send(start_message(request_id="hold"))
         await until(lambda: served.engine.live_requests == 1)
-        assert (await refusal(served, start())).reason == "QUEUE_FULL"
+        status = await refusal(served, start())
+        assert status.reason == "QUEUE_FULL"
+        assert status.metadata == {
+            "waiting_requests": "1",
+            "max_queued_requests": "1",
+            "waiting_prompt_tokens": "6",
+            "max_queued_tokens": "4096",
+        }
         assert len(served.engine.submitted) == 1
         stream.call.cancel()
+
+
+async def test_what_starts_at_once_fills_no_queue() -> None:
+    async with running(FakeEngineClient(max_num_seqs=8, max_queued_requests=1, max_queued_tokens=100)) as served:
+        figures = {"queued_requests": 3, "queued_prompt_tokens": 90}
+        served.engine.stats_overrides = {**figures, "starting_requests": 3, "starting_prompt_tokens": 90}
+        await served.generation.GenerateUnary(pb.GenerateUnaryRequest(start=start("x" * 60)), timeout=10)
+        served.engine.stats_overrides = {**figures, "starting_requests": 2, "starting_prompt_tokens": 60}
+        assert (await refusal(served, start())).metadata["waiting_prompt_tokens"] == "30"
 
 
 async def test_queue_full_in_prompt_tokens() -> None:
@@ -93,6 +110,7 @@ async def test_queue_full_in_prompt_tokens() -> None:
         await stream.send(start_message("x" * 60, request_id="hold"))
         await until(lambda: served.engine.live_requests == 1)
         assert (await refusal(served, start("x" * 41))).reason == "QUEUE_FULL"
+        assert "100 prompt tokens wait; this prompt has 41" in (await refusal(served, start("x" * 41))).message
         served.engine.hold = False
         stream.call.cancel()
 

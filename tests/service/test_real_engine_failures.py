@@ -68,6 +68,30 @@ async def test_queue_full_says_when_to_come_again(tiny: Path, monkeypatch: pytes
         assert [len(ids) for ids in await asyncio.gather(*tasks)] == [120, 120]
 
 
+@pytest.mark.parametrize("streams", [True, False])
+@pytest.mark.parametrize(("seqs", "bound", "burst"), [(16, 1, 8), (2, 2, 4)])
+async def test_a_burst_on_an_idle_server_is_taken(tiny: Path, seqs: int, bound: int, burst: int, streams: bool) -> None:
+    async with (
+        serving(tiny, max_num_seqs=seqs, max_queued_requests=bound) as (_, server),
+        aio.insecure_channel(server.address) as channel,
+    ):
+        stub: Any = generation_pb2_grpc.GenerationServiceStub(channel)  # no retries
+        messages = [start([3 + index], 5) for index in range(burst)]
+        if not streams:
+            calls = [stub.GenerateUnary(pb.GenerateUnaryRequest(start=message)) for message in messages]
+            assert [len(answer.candidates) for answer in await asyncio.gather(*calls)] == [1] * burst
+            return
+        call = stub.Generate()
+        for message in messages:
+            message.request_id = str(message.token_ids.ids[0])
+            await call.write(pb.GenerateRequest(start=message))
+        await call.done_writing()
+        events = [event for response in [r async for r in call] for event in response.events]
+        assert sorted(event.request_id for event in events if event.HasField("finished")) == sorted(
+            message.request_id for message in messages
+        )
+
+
 async def test_deadlines_in_the_queue_and_while_running(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     slow_down(monkeypatch, 0.01)
     async with serving(tiny, max_num_seqs=1) as (engine, server), Client(server.address) as client:
