@@ -34,7 +34,11 @@ class Admission:
 
     def check_prompt(self, generation: Generation, prompt_tokens: int, deadline: float | None) -> None:
         """Once the prompt's length is known. deadline: `time.monotonic()` seconds for its turn."""
-        failure = self._unavailable() or self._queue_without_room(generation.priority, prompt_tokens) or self._too_late(deadline)
+        failure = (
+            self._unavailable()
+            or self._queue_without_room(generation.priority, prompt_tokens)
+            or self._too_late(deadline)
+        )
         if failure is not None:
             raise RequestRefusedError(failure)
 

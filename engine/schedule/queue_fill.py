@@ -20,7 +20,7 @@ class QueueFill:
         whatever its length: a prompt of more than the bound could else never be served."""
         if self.requests >= self.max_requests:
             return False
-        return self.requests <= 0 or self.prompt_tokens + own_tokens <= self.max_prompt_tokens
+        return self.prompt_tokens <= 0 or self.prompt_tokens + own_tokens <= self.max_prompt_tokens
 
     @property
     def numbers(self) -> dict[str, str]:

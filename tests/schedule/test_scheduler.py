@@ -161,7 +161,9 @@ def test_queue_bounds_in_requests_and_in_tokens() -> None:
 
 @pytest.mark.parametrize(("separate", "queued"), [(False, 3), (True, 9)])
 def test_a_prompt_that_candidates_share_is_queued_once(separate: bool, queued: int) -> None:
-    loop = make_loop(num_blocks=20, max_queued_tokens=10, separate=separate)
+    loop = make_loop(num_blocks=20, max_num_seqs=1, max_queued_tokens=10, separate=separate)
+    loop.scheduler.submit(request("runs", prompt(3), 4), 0.0)
+    loop.step()
     loop.scheduler.submit(request("a", prompt(3), 4, sampling=SamplingParameters(n=3)), 0.0)
     assert loop.scheduler.queued_prompt_tokens == queued
     loop.scheduler.submit(request("b", prompt(3, 1), 4), 0.0)
