@@ -128,7 +128,8 @@ class GrammarCompiler:
 
 
 class _Vocabulary:
-    """A tokenizer as the library wants it. The bytes of every token are our own rules', which its text comes by."""
+    """A tokenizer as the library wants it. The bytes of every token are our own rules', which its text comes by; text
+    that a grammar forces stays text, also where it spells a special token."""
 
     def __init__(self, tokenizer: Tokenizer, eos_token_id: int) -> None:
         self.eos_token_id = eos_token_id
@@ -138,7 +139,7 @@ class _Vocabulary:
         self._tokenizer = tokenizer
 
     def __call__(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text, add_special_tokens=False)
+        return self._tokenizer.encode_plain(text)
 
 
 class Trial:

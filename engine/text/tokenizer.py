@@ -129,6 +129,10 @@ class Tokenizer:
             return ids[1:], offsets[1:]
         return ids, offsets
 
+    def encode_plain(self, text: str) -> list[int]:
+        """Every character as text: what spells a special token stays text, in ordinary tokens."""
+        return self._encode(self._guarded(), text, False, "text").ids
+
     def encode_chat(
         self,
         messages: Sequence[Mapping[str, Any]],

@@ -105,6 +105,27 @@ def test_every_kind_of_tokenizer_spells_the_same_texts(kind: str, sample: str) -
         compiler.close()
 
 
+@pytest.mark.parametrize(
+    ("kind", "text", "spelled"),
+    [
+        (GrammarKind.REGEX, r"a<\|im_end\|>b", "a<|im_end|>b"),
+        (GrammarKind.JSON_SCHEMA, '{"const": "<|im_end|>"}', '"<|im_end|>"'),
+        (GrammarKind.CHOICES, '["<|im_start|>"]', "<|im_start|>"),
+        (GrammarKind.EBNF, 'root ::= "<|im_start|>" "<|im_end|>"', "<|im_start|><|im_end|>"),
+        (GrammarKind.EBNF, 'start: "<|im_start|>user"', "<|im_start|>user"),
+    ],
+)
+def test_text_that_spells_a_special_token_is_made_of_ordinary_tokens(
+    compiler: GrammarCompiler, kind: GrammarKind, text: str, spelled: str
+) -> None:
+    constraint, output = compiled(compiler, kind, text), list[int]()
+    while (choice := allowed(constraint, output)) != {EOS}:
+        assert choice
+        assert not choice & TOKENIZER.special_ids
+        output.append(min(choice))
+    assert TOKENIZER.decode(output) == spelled
+
+
 def test_candidates_are_apart_and_follow_what_has_been_added(compiler: GrammarCompiler) -> None:
     first = compiled(compiler, GrammarKind.REGEX, "(ab|cd)*")
     second = first.copy()
