@@ -21,23 +21,27 @@ CPU_SECONDS = 3
 # One line, with a space behind a comma and a colon: a model cannot lose itself in white space.
 _JSON_LAYOUT: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _ERROR_LENGTH = 4000
-_ITEMS_A_MASK = 10_000  # of the parser; a schema of 300 optional fields needs 1500
+# Of the parser. A mask makes items, in rows of one byte each; a schema of 300 optional fields needs 1500, of which 1200
+# in a row. How long that takes grows with the square of a row, so a row may have more only where the grammar is longer.
+_ITEMS_A_MASK = 3000
+_ITEMS_A_ROW, _BYTES_AN_ITEM, _MOST_ITEMS_A_ROW = 500, 2, 2000
 
 
 def main() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    limits = parser_limits()
     _say("")
     for line in sys.stdin.buffer:
         _grant_time()
         kind, text = json.loads(line)
-        _say(json.dumps(_answer(kind, text, limits)))
+        _say(json.dumps(_answer(kind, text)))
 
 
-def parser_limits() -> LLParserLimits:
-    """What a grammar may cost the library, at a time."""
-    return LLParserLimits(verbose_errors=False, step_max_items=_ITEMS_A_MASK)
+def parser_limits(source: str) -> LLParserLimits:
+    """What a grammar may cost the library, at a time: counted in work, which depends on nothing but the grammar and the
+    output. source: what `grammar_from_...` made of it."""
+    row = min(_MOST_ITEMS_A_ROW, _ITEMS_A_ROW + len(source) // _BYTES_AN_ITEM)
+    return LLParserLimits(verbose_errors=False, step_max_items=_ITEMS_A_MASK, max_items_in_row=row)
 
 
 def _say(line: str) -> None:
@@ -52,10 +56,10 @@ def _grant_time() -> None:
     resource.setrlimit(resource.RLIMIT_CPU, (spent + CPU_SECONDS, resource.RLIM_INFINITY))
 
 
-def _answer(kind: str, text: str, limits: LLParserLimits) -> dict[str, str]:
+def _answer(kind: str, text: str) -> dict[str, str]:
     try:
         grammar = _to_llguidance(kind, text)
-        error = LLMatcher.validate_grammar(grammar, limits=limits)
+        error = LLMatcher.validate_grammar(grammar, limits=parser_limits(grammar))
     except RecursionError:
         error = "nested too deeply"
     except Exception as raised:

@@ -15,6 +15,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from pathlib import Path
+from typing import NamedTuple
 
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
@@ -28,9 +29,16 @@ from engine.types import Grammar
 TRIAL_SECONDS = 10.0  # by the clock; its processor time is less
 _START_SECONDS = 60.0
 MAX_TEXT_BYTES = 1 << 18
-_CACHED = 32  # up to 90 MB each, if they were made to
+_CACHED = 256  # texts of at most some MB
 
 _Job = tuple[Grammar, "Future[GrammarConstraint]"]
+
+
+class _Known(NamedTuple):
+    """What became of a grammar: the source of its matchers, or why there is none."""
+
+    source: str = ""
+    problem: str = ""
 
 
 class GrammarError(EngineError):
@@ -52,7 +60,7 @@ class GrammarCompiler:
         self._thread: threading.Thread | None = None
         self._trial = Trial()
         self._tokenizer: LLTokenizer | None = None
-        self._known: OrderedDict[tuple[str, str], GrammarConstraint | str] = OrderedDict()
+        self._known: OrderedDict[tuple[str, str], _Known] = OrderedDict()
 
     def submit(self, grammar: Grammar) -> Future[GrammarConstraint]:
         """A constraint of the caller's own, or GrammarError."""
@@ -86,32 +94,41 @@ class GrammarCompiler:
         return True
 
     def _constraint(self, grammar: Grammar) -> GrammarConstraint:
-        key = (grammar.kind.value, grammar.text)
+        return self._follower(self._source(grammar.kind.value, grammar.text))
+
+    def _source(self, kind: str, text: str) -> str:
+        """What llguidance takes for the grammar. Raises GrammarError."""
+        key = (kind, text)
         found = self._known.pop(key, None)
-        if found is None or (isinstance(found, GrammarConstraint) and found.worn):
+        if found is None:
             try:
-                found = self._compile(*key)
+                found = _Known(self._compile(kind, text))
             except GrammarLimitError:
                 raise
             except GrammarError as error:
-                found = str(error)
+                found = _Known(problem=str(error))
         self._known[key] = found
         if len(self._known) > _CACHED:
             self._known.popitem(last=False)
-        if isinstance(found, str):
-            raise GrammarError(found)
-        return found.copy()
+        if found.problem:
+            raise GrammarError(found.problem)
+        return found.source
 
-    def _compile(self, kind: str, text: str) -> GrammarConstraint:
+    def _compile(self, kind: str, text: str) -> str:
         if len(text.encode()) > MAX_TEXT_BYTES:
             raise GrammarError(f"the grammar is longer than {MAX_TEXT_BYTES} bytes")
         source = self._trial.run(kind, text)
-        tokens = self._tokens()
-        matcher = LLMatcher(tokens, source, log_level=0, limits=checker.parser_limits())
-        constraint = GrammarConstraint(matcher, tokens.vocab_size)
+        constraint = self._follower(source)
         if not constraint.mask([]).any():
             raise GrammarError(constraint.error or NO_TEXT)
-        return constraint
+        return source
+
+    def _follower(self, source: str) -> GrammarConstraint:
+        """With a lexer of its own, so that one request's output takes nothing from another's limits. Takes 1 ms, 20 for
+        a large grammar."""
+        tokens = self._tokens()
+        matcher = LLMatcher(tokens, source, log_level=0, limits=checker.parser_limits(source))
+        return GrammarConstraint(matcher, tokens.vocab_size)
 
     def _tokens(self) -> LLTokenizer:
         if self._tokenizer is None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from llguidance import LLMatcher
@@ -14,44 +13,28 @@ from engine.grammar.problem import problem
 
 Int32Array = NDArray[np.int32]
 
-# What a candidate may cost of processor time: so much at once, which so much a mask pays back. Common grammars take
-# 0.03 ms a mask; ambiguous ones that were made to, a thousand times that, in the step that everybody waits for.
-FREE_SECONDS = 0.5
-SECONDS_A_MASK = 0.005
-# All copies share one lexer, whose states only grow, up to a limit at which all of them fail; texts whose length counts
-# make some thirty with each token. Once so many masks have come of it, new requests get a lexer of their own.
-MASKS_OF_ONE_LEXER = 5000
-
-
-@dataclass(slots=True)
-class _Wear:
-    """What the copies of one matcher have in common."""
-
-    masks: int = 0
-    failed: bool = False
+# What a mask may cost is the library's to bound, by work it counts (checker.parser_limits): the same on every machine
+# and in any company. This much processor time, which so much a mask pays back, only ends what hangs all the same:
+# common grammars take 0.03 ms a mask, ambiguous ones at the limits some 20.
+BACKSTOP_SECONDS = 5.0
+BACKSTOP_SECONDS_A_MASK = 0.05
 
 
 class GrammarConstraint:
     """Follows a list of output tokens that only grows. Not for several threads at once."""
 
-    def __init__(self, matcher: LLMatcher, vocab_size: int, wear: _Wear | None = None) -> None:
-        """wear: for copies."""
+    def __init__(self, matcher: LLMatcher, vocab_size: int) -> None:
         self._matcher = matcher
-        self._wear = wear or _Wear()
         self._words = -(-vocab_size // 32)
         self._read = 0
-        self._seconds_left = FREE_SECONDS
+        self._seconds_left = BACKSTOP_SECONDS
 
     def copy(self) -> GrammarConstraint:
-        """For another candidate: what this one has read so far stays read."""
-        copied = GrammarConstraint(self._matcher.deep_copy(), 32 * self._words, self._wear)
+        """For another candidate: what this one has read so far stays read. Copies share a lexer, whose states only grow
+        up to a limit, so they are for candidates of one request."""
+        copied = GrammarConstraint(self._matcher.deep_copy(), 32 * self._words)
         copied._read = self._read
         return copied
-
-    @property
-    def worn(self) -> bool:
-        """Whether it should be compiled anew rather than copied once more."""
-        return self._wear.failed or self._wear.masks >= MASKS_OF_ONE_LEXER
 
     @property
     def error(self) -> str:
@@ -71,9 +54,8 @@ class GrammarConstraint:
         began = time.thread_time()
         if (not new or self._matcher.consume_tokens(new)) and not self._matcher.is_error():
             self._matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
-        self._seconds_left = min(self._seconds_left + SECONDS_A_MASK, FREE_SECONDS) - (time.thread_time() - began)
-        self._wear.masks += 1
+        left = min(self._seconds_left + BACKSTOP_SECONDS_A_MASK, BACKSTOP_SECONDS)
+        self._seconds_left = left - (time.thread_time() - began)
         if self._matcher.is_error() or self._seconds_left < 0:
-            self._wear.failed = True
             bits[:] = 0
         return bits

@@ -22,7 +22,11 @@ _PLAINER: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         (r" \(in regex\): (?:invalid regex: )?", ": "),
         (r"; following (?:special tokens )?are available.*", ""),
         (r' \(at "(?:\\.|[^"\\])*" \(.*\)\)$', ""),
-        (r"Current row has \d+ items; max is \d+.*", "the grammar is too ambiguous to follow; try to make it less so"),
+        (
+            r"(?:Parser Error: )?Current row has \d+ items; max is \d+.*",
+            "the grammar is too ambiguous to follow; try to make it less so",
+        ),
+        (r".*too many (?:expressions constructed|states).*", "the grammar needs too many lexer states to follow"),
         (r".*Too many items \(limit.*", "the grammar is too large, too ambiguous, or repeats without an end"),
         (r"<non-verbose/>", ""),
     )

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -244,35 +246,45 @@ AMBIGUOUS = 'start: s\ns: s s s | s s | "a" | "" | "b" s "b"'
 def test_a_grammar_that_costs_too_much_to_follow_ends_and_says_so(
     compiler: GrammarCompiler, kind: GrammarKind, text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It compiles at once, but each mask takes longer than the last."""
-    monkeypatch.setattr("engine.grammar.constraint.SECONDS_A_MASK", 0.0)
-    monkeypatch.setattr("engine.grammar.constraint.FREE_SECONDS", 0.05)
-    constraint = compiled(compiler, kind, text).copy()
-    began = time.thread_time()
-    assert followed_to_its_end(constraint, 3000) < 3000
-    assert time.thread_time() - began < 10
-    assert constraint.error
-    assert "<" not in constraint.error
-    assert allowed(constraint, []) == set()
+    """It compiles at once, but each mask takes more work than the last. The end is told by work: it comes at the same
+    token however long that takes."""
+    ends = list[int]()
+    for seconds_a_look in (0.0, 0.04):
+        monkeypatch.setattr("engine.grammar.constraint.time", clock_that_advances(seconds_a_look))
+        constraint = compiled(compiler, kind, text).copy()
+        ends.append(followed_to_its_end(constraint, 1000))
+        assert constraint.error
+        assert "<" not in constraint.error
+        assert "time" not in constraint.error
+        assert allowed(constraint, []) == set()
+    assert ends[0] == ends[1] < 1000
 
 
-def test_what_one_request_used_up_is_not_missing_for_the_next(
+def clock_that_advances(seconds: float) -> SimpleNamespace:
+    """A `time` by whose processor time each piece of work takes so long."""
+    looks = itertools.count()
+    return SimpleNamespace(thread_time=lambda: seconds * next(looks))
+
+
+def test_a_grammar_that_hangs_is_ended(compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    constraint = compiled(compiler, GrammarKind.REGEX, "a*")
+    monkeypatch.setattr("engine.grammar.constraint.time", clock_that_advances(0.8))
+    assert followed_to_its_end(constraint, 1000) < 10
+    assert "too much time" in constraint.error
+
+
+def test_requests_of_one_grammar_take_nothing_from_each_others_limits(
     compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Copies share their lexer's states: after one has come to the limit, another gets as far as it did."""
     limits = LLParserLimits(verbose_errors=False, max_lexer_states=3000)
-    monkeypatch.setattr("engine.grammar.checker.parser_limits", lambda: limits)
-    monkeypatch.setattr("engine.grammar.constraint.FREE_SECONDS", 60.0)
-    text = ".*(a|b).{150}"
-    first = compiled(compiler, GrammarKind.REGEX, text)
+    monkeypatch.setattr("engine.grammar.checker.parser_limits", lambda _: limits)
+    first, second = (compiled(compiler, GrammarKind.REGEX, ".*(a|b).{150}") for _ in range(2))
     steps = followed_to_its_end(first, 5000)
-    assert "too many states" in first.error
-    second = compiled(compiler, GrammarKind.REGEX, text)
+    assert "too many lexer states" in first.error
     assert followed_to_its_end(second, 5000) == steps
 
 
-def test_a_grammar_in_use_is_renewed_in_time(compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.grammar.constraint.MASKS_OF_ONE_LEXER", 10)
+def test_a_grammar_is_tried_once(compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
     trials: list[str] = []
     run = compiler._trial.run
 
@@ -281,10 +293,9 @@ def test_a_grammar_in_use_is_renewed_in_time(compiler: GrammarCompiler, monkeypa
         return run(kind, text)
 
     monkeypatch.setattr(compiler._trial, "run", counting)
-    text = "(renewed|in|time)*"
-    for _ in range(12):
-        compiled(compiler, GrammarKind.REGEX, text).mask([])
-    assert len(trials) == 2
+    for _ in range(3):
+        assert accepts(compiled(compiler, GrammarKind.REGEX, "(tried|once)*"), "once")
+    assert trials == ["(tried|once)*"]
 
 
 def test_a_common_grammar_never_runs_out_of_time(compiler: GrammarCompiler) -> None:
