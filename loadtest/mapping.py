@@ -151,17 +151,23 @@ def special_measures(result: Result) -> dict[str, float]:
             "cells_hung": sum(cell.level_class is LevelClass.HUNG for cell in cells),
         }
     rows = result.overhead if result.run.kind is RunKind.OVERHEAD else []
-    keeping = [row for row in rows if row.regime is Regime.KEEP_UP]
-    best = max((row.consumed for row in rows if row.regime is Regime.SATURATED), default=0.0)
-    if not keeping or not best:
-        return {}
-    return {
+    return overhead_measures(rows) if rows else {}
+
+
+def overhead_measures(rows: Sequence[OverheadRow]) -> dict[str, float]:
+    """What is known whether anything was kept up with or not, and then what is known besides. rows: some."""
+    found: dict[str, float] = {
         "counts_differ": sum(not row.counts_match for row in rows),
-        "kept_up_share": max(row.consumed for row in keeping) / best,
-        "lag_drift": max(row.lag_drift for row in keeping),
         "frontend_us": max(row.frontend_us_per_token for row in rows if row.regime is not Regime.DRAINING),
         **frontend_parts(rows),
     }
+    keeping = [row for row in rows if row.regime is Regime.KEEP_UP]
+    best = max((row.consumed for row in rows if row.regime is Regime.SATURATED), default=0.0)
+    if keeping:
+        found["lag_drift"] = max(row.lag_drift for row in keeping)
+        if best:
+            found["kept_up_share"] = max(row.consumed for row in keeping) / best
+    return found
 
 
 def frontend_parts(rows: Sequence[OverheadRow]) -> dict[str, float]:

@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from loadtest.columns import arrival_columns, arrivals_of, request_columns, request_rows
+from loadtest.judgements import Regime
 from loadtest.mapping import frontend_parts, judge, special_measures
 from loadtest.measure import LevelRows
 from loadtest.notes import front_end_notes
@@ -214,6 +215,13 @@ def test_what_hypotheses_of_faults_and_overhead_speak_of_is_of_their_rows(tmp_pa
         "lag_drift": 0.01,
         "frontend_us": 40.0,
     }
+
+
+def test_counts_are_judged_where_nothing_was_kept_up_with(tmp_path: Path) -> None:
+    """As on a machine that is too busy for any of the loads."""
+    result = synthetic_kinds.overhead(tmp_path / "overhead")
+    result.write_overhead([msgspec.structs.replace(row, regime=Regime.SATURATED) for row in result.overhead])
+    assert special_measures(result) == {"counts_differ": 0, "frontend_us": 40.0}
 
 
 def test_what_came_in_one_message_counts_as_one() -> None:
