@@ -8,6 +8,8 @@ from typing import Protocol
 from engine.schedule.plan import ScheduledSequence
 from engine.schedule.sequence import Sequence
 
+ANY_LENGTH = 2**63
+
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
@@ -48,6 +50,10 @@ class Composition(Protocol):
     def ahead(self, running: list[Sequence], length: int) -> int:
         """At least how many tokens of running sequences run before a prompt of `length` tokens that is not running yet
         has its first."""
+        ...
+
+    def not_overtaken(self, length: int) -> int:
+        """Waiting prompts of at most so many tokens run before one of `length` tokens that comes behind them."""
         ...
 
 
@@ -130,7 +136,14 @@ class MixedSteps:
 
     def ahead(self, running: list[Sequence], length: int) -> int:
         tokens = sum(sequence.num_uncomputed for sequence in running if sequence.num_uncomputed > 1)
-        return min(tokens, self.max_tokens - length) if length <= self.max_tokens // 2 else tokens
+        return min(tokens, self.max_tokens - length) if self._is_short(length) else tokens
+
+    def not_overtaken(self, length: int) -> int:
+        return self.max_tokens // 2 if self._is_short(length) else ANY_LENGTH
+
+    def _is_short(self, length: int) -> bool:
+        """Whether it fits beside a long one."""
+        return length <= self.max_tokens // 2
 
 
 class SeparateSteps:
@@ -188,6 +201,9 @@ class SeparateSteps:
 
     def ahead(self, running: list[Sequence], length: int) -> int:
         return sum(max(0, sequence.num_prompt - sequence.num_computed) for sequence in running)
+
+    def not_overtaken(self, length: int) -> int:
+        return ANY_LENGTH
 
     def _chunk(self, sequence: Sequence) -> ScheduledSequence:
         return piece_of(sequence, min(sequence.num_prompt - sequence.num_computed, self._max_tokens))

@@ -26,6 +26,10 @@ class PrefillBound:
         if tokens >= self._telling:
             self._rate, self._seen_at = max(tokens / max(seconds, 1e-9), 0.9 * self._rate), now
 
+    @property
+    def known(self) -> bool:
+        return self._rate > 0
+
     def seconds(self, tokens: int, now: float) -> float:
         """What so many prompt tokens take at least; 0 while nothing is known."""
         if not self._rate:

@@ -25,6 +25,7 @@ from engine.schedule.plan import ScheduledSequence, StepOutcome, StepPlan
 from engine.schedule.policy import Policy, PriorityWithAgeing
 from engine.schedule.queue_delay import Need, Pace, queue_delay
 from engine.schedule.queue_fill import QueueFill
+from engine.schedule.queued_work import QueuedWork
 from engine.schedule.residency import Residency
 from engine.schedule.sequence import Constraint, Phase, RequestGroup, Sequence
 from engine.schedule.shedding import giving_way
@@ -71,7 +72,7 @@ class Scheduler:
         self.forecast = forecast
         self.queue_delay = 0.0  # seconds, by the last estimate
         self.least_delay = 0.0  # likewise, of what is known: nobody is refused by guesses
-        self.prefill = PrefillBound(min(TELLING_TOKENS, limits.max_batched_tokens))
+        self.prefill = PrefillBound(min(TELLING_TOKENS, -(-limits.max_batched_tokens // 2)))
         self._outputs = forecast or OutputForecast()
         self._prompts = PromptForecast()
         self._policy: Policy = policy or PriorityWithAgeing()
@@ -83,6 +84,7 @@ class Scheduler:
         self._events: list[Event] = []
         self._steps = 0
         self._deadlines = Deadlines(self._live)
+        self._work = QueuedWork(residency)
         self._openings: Openings | None = None  # until something changes what is free
 
     # -- requests ------------------------------------------------------------------------------------------------------
@@ -124,19 +126,25 @@ class Scheduler:
         if request.deadline is None or request.deadline <= now:  # the latter has expired, and is told so
             return None
         own, left = len(request.prompt_token_ids), request.deadline - now
-        if self._seconds_to_first_token(own, now) <= left:
+        if self._seconds_to_first_token(request, own, now) <= left:
             return None
         if self.residency.reads_cache(request):
             others = [*self._running, *self._arriving, *self._waiting]
             found = max(self.residency.cached_tokens(request), common_tokens(request, others, self.tables.block_size))
             own -= min(found, own - 1)
-        estimated = self._seconds_to_first_token(own, now)
+        estimated = self._seconds_to_first_token(request, own, now)
         return too_late(request.request_id, estimated, left) if estimated > left else None
 
-    def _seconds_to_first_token(self, length: int, now: float) -> float:
-        """Of a request that came now, with so many tokens to compute."""
+    def _seconds_to_first_token(self, request: GenerationRequest, length: int, now: float) -> float:
+        """Of a request that came now, with so many tokens to compute. What came since the last estimate of the delay
+        is in the queue: a burst is told at once."""
+        if not self.prefill.known:
+            return self.least_delay
         ahead = self._composition.ahead(self._running, length)
-        return max(self.prefill.seconds(ahead, now), self.least_delay) + self.prefill.seconds(length, now)
+        most = self._composition.not_overtaken(length)
+        resident = [*self._running, *self._arriving]
+        queued = self._work.ahead_of(request.priority, resident, self._waiting, most)
+        return max(self.prefill.seconds(ahead + queued, now), self.least_delay) + self.prefill.seconds(length, now)
 
     def refuse(self, request_id: str, message: str, field: str = "", kind: FailureKind = FailureKind.INVALID) -> None:
         """Answers a request that gets no further for a reason the scheduler does not know of."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 
 import pytest
@@ -12,6 +13,7 @@ from engine.types import Admitted, Event, FailureKind, RequestFailed
 from tests.schedule.fake_model import make_loop, preempt, request, run_to_end
 
 LONG = list(range(40))
+NUMBERS = itertools.count()
 
 
 def loop_of_ten_tokens_a_second(**options: object) -> StepLoop:
@@ -20,8 +22,8 @@ def loop_of_ten_tokens_a_second(**options: object) -> StepLoop:
     return loop
 
 
-def answer(loop: StepLoop, name: str, prompt: list[int], **fields: object) -> Event:
-    loop.scheduler.submit(request(name, prompt, **fields), 0.0)  # type: ignore[arg-type]
+def answer(loop: StepLoop, name: str, prompt: list[int], max_tokens: int = 8, **fields: object) -> Event:
+    loop.scheduler.submit(request(name, prompt, max_tokens, **fields), 0.0)
     return loop.scheduler.take_events()[-1]
 
 
@@ -114,7 +116,38 @@ def test_what_another_computes_already_takes_no_time_of_its_own() -> None:
     loop = loop_of_ten_tokens_a_second(prefix_caching=True, max_batched_tokens=16)
     answer(loop, "first", LONG)
     assert isinstance(answer(loop, "same", LONG, deadline=1.0), Admitted)
-    assert estimate(answer(loop, "salted", LONG, deadline=1.0, cache_salt="x")) == 4000
+    assert estimate(answer(loop, "salted", LONG, deadline=1.0, cache_salt="x")) == 8000  # behind the first
+
+
+def burst(loop: StepLoop, prompts: list[list[int]], **fields: object) -> list[int]:
+    """They come at once; places of those that are told that their deadline cannot be met."""
+    events = [answer(loop, str(next(NUMBERS)), prompt, 4, **fields) for prompt in prompts]
+    late = [event for event in events if isinstance(event, RequestFailed)]
+    assert {event.kind for event in late} <= {FailureKind.DEADLINE_UNATTAINABLE}
+    return [events.index(event) for event in late]
+
+
+@pytest.mark.parametrize(("caching", "separate"), [(True, False), (False, False), (False, True)])
+def test_a_burst_is_told_at_once(caching: bool, separate: bool) -> None:
+    """Of thirty prompts of twenty tokens, at ten a second, four have a token within nine seconds."""
+    loop = loop_of_ten_tokens_a_second(prefix_caching=caching, separate=separate)
+    assert burst(loop, [[place] * 20 for place in range(30)], deadline=9.0) == list(range(4, 30))
+    assert burst(loop, [[31] * 20], deadline=9.0, priority=1) == []  # goes before them
+
+
+def test_of_a_burst_what_several_begin_with_counts_once() -> None:
+    """Twenty tokens of which sixteen are the same: each but the first takes four tenths of a second, and may run beside
+    that."""
+    loop = loop_of_ten_tokens_a_second(prefix_caching=True)
+    prompts = [[1] * 16 + [place] * 4 for place in range(30)]
+    assert len(burst(loop, prompts, deadline=9.0)) == 30 - 23
+    assert burst(loop_of_ten_tokens_a_second(prefix_caching=True), [[1] * 20] * 30, deadline=9.0) == []
+
+
+def test_a_short_one_of_a_burst_goes_beside_the_long_ones() -> None:
+    loop = loop_of_ten_tokens_a_second()
+    assert burst(loop, [[place] * 20 for place in range(4)]) == []
+    assert burst(loop, [[99] * 6], deadline=1.5) == []
 
 
 def test_bound_is_the_fastest_of_late_and_fades() -> None:
@@ -130,7 +163,7 @@ def test_bound_is_the_fastest_of_late_and_fades() -> None:
 
 def test_steps_with_many_prompt_tokens_are_measured() -> None:
     loop = make_loop(num_blocks=100, max_batched_tokens=16)
-    for prompt, known in (([1] * 8, False), ([2] * 20, True)):
+    for prompt, known in (([1] * 7, False), ([2] * 8, True)):
         loop.scheduler.submit(request(str(prompt), prompt, 2), 0.0)
         run_to_end(loop)
         assert (loop.scheduler.prefill.seconds(1000, time.monotonic()) > 0.0) is known

@@ -1,0 +1,59 @@
+"""How many tokens of the prompts that wait must be computed at the least: what several begin with alike counts once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import chain
+
+from engine.schedule.residency import Residency
+from engine.schedule.sequence import Phase, Sequence
+
+_MOST_BEGINNINGS = 1 << 18  # of so many blocks' ends the hashes are kept
+
+_Key = tuple[int, int]  # arrival number of the request, candidate
+
+
+class QueuedWork:
+    """Looks at every prompt once, when somebody with a deadline first comes behind it. A prompt whose beginning was
+    another's that has left meanwhile counts too little rather than too much."""
+
+    def __init__(self, residency: Residency) -> None:
+        self._residency = residency
+        self._seen: set[int] = set()
+        self._tokens: dict[_Key, int] = {}  # of those that wait or run
+
+    def ahead_of(self, priority: int, resident: Iterable[Sequence], waiting: Iterable[Sequence], most: int) -> int:
+        """Of waiting prompts that a new one of this priority does not overtake, all with at most so many tokens to
+        compute. resident: those that are being computed."""
+        if len(self._seen) > _MOST_BEGINNINGS:
+            self._seen.clear()
+            self._tokens.clear()
+        known, tokens, total = self._tokens, dict[_Key, int](), 0
+        for sequence in chain(resident, waiting):
+            key = sequence.group.order, sequence.candidate
+            own = tokens[key] = known[key] if key in known else self._look_at(sequence)
+            if own <= most and sequence.group.request.priority >= priority and self._is_new(sequence):
+                total += own
+        self._tokens = tokens
+        if not tokens:
+            self._seen.clear()
+        return total
+
+    def _is_new(self, sequence: Sequence) -> bool:
+        """Waits for its first turn: what was preempted may be found where it was left."""
+        return sequence.phase is Phase.WAITING and not sequence.preemptions
+
+    def _look_at(self, sequence: Sequence) -> int:
+        request = sequence.group.request
+        if not self._residency.reads_cache(request):
+            return sequence.queued_prompt
+        if sequence.shares_prompt:
+            return 0
+        size, prompt = self._residency.tables.block_size, request.prompt_token_ids
+        found, new, end = self._residency.cached_tokens(request), 0, hash(request.cache_salt)
+        for start in range(0, len(prompt) - size + 1, size):
+            end = hash((end, *prompt[start : start + size]))
+            if end not in self._seen:
+                self._seen.add(end)
+                new += size * (start >= found)
+        return new + len(prompt) % size
