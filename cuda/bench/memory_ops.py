@@ -135,21 +135,21 @@ def kv_writes(rows: int) -> Iterator[Task]:
     yield Task(f"write_kv {rows}, QK-norm", moved, sets, ours)
 
 
-def samplers(rows: int) -> Iterator[Task]:
-    moved = 2.0 * rows * VOCAB
+def samplers(rows: int, dtype: torch.dtype) -> Iterator[Task]:
+    moved = float(dtype.itemsize * rows * VOCAB)
     sets = sets_for(moved)
-    logits = 3 * normal(sets, rows, VOCAB)
+    logits = 3 * torch.empty(sets, rows, VOCAB, dtype=dtype, device="cuda").normal_()
     tokens = torch.empty(rows, dtype=torch.int32, device="cuda")
     workspace = torch.zeros(ops.sample_workspace_bytes(rows), dtype=torch.uint8, device="cuda")
     seeds = torch.arange(rows, device="cuda")
     positions = torch.arange(rows, dtype=torch.int32, device="cuda")
 
-    def ours(temperature: float, top_k: int, top_p: float) -> Callable[[int], None]:
+    def ours(temperature: float, top_k: int, top_p: float, min_p: float = 0.0) -> Callable[[int], None]:
         given = {
             "temperature": torch.full((rows,), temperature, device="cuda"),
             "top_k": torch.full((rows,), top_k, dtype=torch.int32, device="cuda"),
             "top_p": torch.full((rows,), top_p, device="cuda"),
-            "min_p": torch.zeros(rows, device="cuda"),
+            "min_p": torch.full((rows,), min_p, device="cuda"),
         }
         return lambda index: ops.sample(
             tokens, logits[index], **given, seeds=seeds, positions=positions, workspace=workspace
@@ -165,10 +165,12 @@ def samplers(rows: int) -> Iterator[Task]:
         weights = logits[index].float().softmax(1)
         (weights / torch.empty_like(weights).exponential_()).argmax(1)
 
-    yield Task(f"greedy {rows}", moved, sets, ours(0.0, 0, 1.0), {"torch": lambda index: logits[index].argmax(1)})
-    yield Task(f"temperature {rows}", moved, sets, ours(1.0, 0, 1.0), {"torch": gumbel})
-    yield Task(f"top-p {rows}", moved, sets, ours(1.0, 0, 0.9), {"torch": sorted_top_p})
-    yield Task(f"top-k 50, top-p {rows}", moved, sets, ours(1.0, 50, 0.9))
+    name = f"{rows} {str(dtype).removeprefix('torch.')}"
+    yield Task(f"greedy {name}", moved, sets, ours(0.0, 0, 1.0), {"torch": lambda index: logits[index].argmax(1)})
+    yield Task(f"temperature {name}", moved, sets, ours(1.0, 0, 1.0), {"torch": gumbel})
+    yield Task(f"top-p {name}", moved, sets, ours(1.0, 0, 0.9), {"torch": sorted_top_p})
+    yield Task(f"top-k 50, top-p {name}", moved, sets, ours(1.0, 50, 0.9))
+    yield Task(f"min-p {name}", moved, sets, ours(1.0, 0, 1.0, 0.05))
 
 
 def tasks() -> Iterator[Task]:
@@ -176,8 +178,9 @@ def tasks() -> Iterator[Task]:
     for rows in (1, 64, 2048, 16384):
         yield from pointwise(rows)
         yield from kv_writes(rows)
-    for rows in (1, 8, 64, 256):
-        yield from samplers(rows)
+    for dtype in (torch.bfloat16, torch.float32):
+        for rows in (1, 8, 64, 256):
+            yield from samplers(rows, dtype)
 
 
 def measure(task: Task, copy: float) -> dict[str, float | str]:
@@ -202,7 +205,7 @@ def main() -> None:
         row = measure(task, copy)
         rows.append(row)
         shown = " ".join(f"{name} {value:9.2f}" for name, value in row.items() if isinstance(value, float))
-        print(f"{row['task']:26s} {shown}  of copy {float(row['floor']) / float(row['ours']):.3f}", flush=True)
+        print(f"{row['task']:30s} {shown}  of copy {float(row['floor']) / float(row['ours']):.3f}", flush=True)
     if arguments.json:
         arguments.json.write_text(json.dumps({"machine": machine(), "copy": copy, "rows": rows}, indent=1))
 

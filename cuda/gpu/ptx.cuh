@@ -63,6 +63,10 @@ __device__ __forceinline__ void store_global(void* to, const uint32_t (&w)[4]) {
   asm volatile("st.global.v4.u32 [%0],{%1,%2,%3,%4};" ::"l"(to), "r"(w[0]), "r"(w[1]), "r"(w[2]), "r"(w[3]) : "memory");
 }
 
+__device__ __forceinline__ void prefetch_to_l2(const void* from) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(from));
+}
+
 template <int kWords>
 __device__ __forceinline__ void load_shared(uint32_t* w, uint32_t address) {
   static_assert(kWords == 1 || kWords == 2 || kWords == 4);
@@ -94,6 +98,13 @@ __device__ __forceinline__ float exp2_fast(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0,%1;" : "=f"(y) : "f"(x));
   return y;
+}
+
+// The larger; NaN if either is.
+__device__ __forceinline__ float max_or_nan(float a, float b) {
+  float larger;
+  asm("max.NaN.f32 %0,%1,%2;" : "=f"(larger) : "f"(a), "f"(b));
+  return larger;
 }
 
 // Transposes an 8x8 matrix of 16-bit elements spread over the warp as an mma fragment.

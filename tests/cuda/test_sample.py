@@ -114,6 +114,98 @@ def test_filters_over_a_large_vocabulary(device: torch.device, spread: float) ->
     assert draw(logits, **options).tolist() == [expected(logits, options, row) for row in range(rows)]
 
 
+LARGE = 20_000  # more than the GPU lists of a row: its blocks take a sample first
+
+
+@pytest.mark.parametrize("rows", [1, 3, 64, 256])
+def test_any_number_of_rows(device: torch.device, rows: int) -> None:
+    """A GPU splits rows over its thread blocks by how many there are."""
+    logits = logits_of(min(rows, 16), torch.bfloat16, device, vocab=LARGE).repeat(-(-rows // 16), 1)[:rows]
+    options = parameters(
+        rows,
+        device,
+        top_k=[(0, 50, 0, 0)[row % 4] for row in range(rows)],
+        top_p=[(0.9, 0.95, 1.0, 1.0)[row % 4] for row in range(rows)],
+        min_p=[(0.0, 0.0, 0.05, 0.0)[row % 4] for row in range(rows)],
+    )
+    tokens = draw(logits, **options)
+    for row in {*range(0, rows, 37), rows - 1}:
+        assert tokens[row] == expected(logits, options, row)
+
+
+@pytest.mark.parametrize("vocab", [1000, LARGE])
+def test_equal_scores_at_the_cut_off_stay_or_go_together(device: torch.device, vocab: int) -> None:
+    rows = 16
+    logits = logits_of(rows, torch.float32, device, vocab=vocab).mul(2).round().div(2)
+    options = parameters(rows, device, top_k=[0, 3, 100, 0] * 4, top_p=[0.9, 1.0, 0.9, 0.3] * 4, min_p=[0.0, 0.1] * 8)
+    assert draw(logits, **options).tolist() == [expected(logits, options, row) for row in range(rows)]
+
+
+def test_masked_rows(device: torch.device) -> None:
+    """A grammar leaves a handful of tokens, of which a sample of the row need not show any."""
+    rows = 10
+    logits = logits_of(rows, torch.float32, device, vocab=LARGE)
+    allowed = torch.zeros(LARGE, dtype=torch.bool, device=device)
+    allowed[[7, 1001, 12_003, 12_004, LARGE - 1]] = True
+    logits[:8, ~allowed] = -float("inf")
+    logits[8, ~allowed] = torch.finfo(torch.float32).min
+    logits[9] = torch.finfo(torch.float32).min
+    options = parameters(
+        rows,
+        device,
+        top_k=[0, 3, 1, 0, 50, 19_000, 0, 0, 9, 0],
+        top_p=[0.9, 0.9, 1.0, 1.0, 0.5, 0.9, 0.9, 1.0, 0.9, 0.9],
+        min_p=[0.0, 0.0, 0.0, 0.3, 0.0, 0.0, 0.2, 0.0, 0.0, 0.0],
+    )
+    assert draw(logits, **options).tolist() == [expected(logits, options, row) for row in range(rows)]
+
+
+def test_shapes_of_a_distribution(device: torch.device) -> None:
+    """All equal; one token with nearly everything; k of 1 and beyond the vocabulary; hot and cold."""
+    rows = 12
+    logits = logits_of(rows, torch.float32, device, vocab=LARGE)
+    logits[:4] = 1.25
+    logits[4:7, 12_345] = 60.0
+    options = parameters(
+        rows,
+        device,
+        temperature=[1.0] * 9 + [0.01, 0.2, 3.0],
+        top_k=[0, 0, 50, 0, 0, 50, 0, 1, LARGE + 7, 0, 5, 7000],
+        top_p=[0.9, 0.9999, 1.0, 1.0, 0.9, 1.0, 1.0, 1.0, 0.9, 0.9, 0.5, 0.99],
+        min_p=[0.0, 0.0, 0.0, 0.5, 0.0, 0.0, 0.01, 0.0, 0.0, 0.0, 0.0, 0.0],
+    )
+    assert draw(logits, **options).tolist() == [expected(logits, options, row) for row in range(rows)]
+
+
+@pytest.mark.parametrize("steps", [-12, -4, 4, 12])
+def test_top_p_near_the_sum_that_decides(device: torch.device, steps: int) -> None:
+    """Two tokens of 40 % and 30 %: whether the second stays depends on top_p's last bits, so on the exact weights of
+    all the others."""
+    rows = 8
+    logits = logits_of(rows, torch.float32, device, vocab=LARGE).mul(0.5)
+    weights = logits.double().exp().sum(dim=1)
+    logits[:, 5000], logits[:, 15_000] = (weights * 4 / 3).log().float(), weights.log().float()
+    exact = logits.double().softmax(dim=1).max(dim=1).values.cpu().numpy().astype(np.float32)
+    for _ in range(abs(steps)):
+        exact = np.nextafter(exact, np.float32(np.sign(steps)))
+    options = parameters(rows, device, top_p=exact.tolist())
+    tokens = draw(logits, **options).tolist()
+    assert tokens == [expected(logits, options, row) for row in range(rows)]
+    assert set(tokens) == ({5000} if steps < 0 else {5000, 15_000})
+
+
+@pytest.mark.parametrize("k", [0, 50])
+def test_large_rows_that_are_not_finite_give_minus_one(device: torch.device, k: int) -> None:
+    logits = logits_of(5, torch.float32, device, vocab=LARGE)
+    logits[0, 13_333] = float("nan")
+    logits[1, 13_333] = float("inf")
+    logits[2] = -float("inf")
+    logits[3] = float("nan")
+    logits[4, :-1] = -float("inf")
+    tokens = draw(logits, **parameters(5, device, top_p=[0.9] * 5, top_k=[k] * 5))
+    assert tokens.tolist() == [-1, -1, -1, -1, LARGE - 1]
+
+
 def test_a_row_does_not_depend_on_its_company(device: torch.device) -> None:
     logits = logits_of(40, torch.bfloat16, device)
     options = parameters(40, device, top_p=[0.9, 1.0] * 20)
