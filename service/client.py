@@ -21,6 +21,7 @@ from grpc_status import rpc_status
 from octavo.v1 import capacity_pb2, capacity_pb2_grpc, generation_pb2, generation_pb2_grpc
 
 WRITE_FAULT = "Internal error from Core"
+MOST_MESSAGE_BYTES = 4 << 20  # what the service takes
 STATUS_SECONDS = 5.0  # a busy machine may take a while to refuse
 
 GenerateCall = aio.StreamStreamCall[generation_pb2.GenerateRequest, generation_pb2.GenerateResponse]
@@ -183,14 +184,17 @@ class Session:
     async def generate(
         self, start: generation_pb2.StartGeneration
     ) -> AsyncGenerator[generation_pb2.GenerationEvent, None]:
-        """Starts a request and yields its events up to `finished`. Raises GenerationError for `failed`, and for the end
-        of the stream. Leaving the iteration cancels the request."""
+        """Starts a request and yields its events up to `finished`. Raises GenerationError for `failed`, for the end of
+        the stream, and for a request of more than MOST_MESSAGE_BYTES, which would be the end of the stream for all
+        others if it was sent. Leaving the iteration cancels the request."""
         request = generation_pb2.StartGeneration()
         request.CopyFrom(start)
         request.request_id = start.request_id or f"r{next(self._ids)}"
+        message = generation_pb2.GenerateRequest(start=request)
+        check_size(message)
         queue = self._queues[request.request_id] = asyncio.Queue()
         try:
-            await self._write(generation_pb2.GenerateRequest(start=request))
+            await self._write(message)
             while True:
                 event = await queue.get()
                 if isinstance(event, GenerationError):
@@ -259,6 +263,13 @@ class Session:
         self._ended = error
         for queue in self._queues.values():
             queue.put_nowait(error)
+
+
+def check_size(message: generation_pb2.GenerateRequest) -> None:
+    size = message.ByteSize()
+    if size > MOST_MESSAGE_BYTES:
+        problem = f"the request has {size} bytes; a message has at most {MOST_MESSAGE_BYTES}"
+        raise GenerationError(grpc.StatusCode.RESOURCE_EXHAUSTED, "MESSAGE_TOO_LARGE", problem)
 
 
 async def refusal_behind(error: aio.AioRpcError, reopen: Callable[[], GenerateCall]) -> aio.AioRpcError:

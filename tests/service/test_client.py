@@ -12,7 +12,15 @@ from grpc import aio
 
 from engine import EngineState
 from octavo.v1 import generation_pb2 as pb
-from service.client import Client, GenerationError, chat_request, prompt_request, refusal_behind
+from service.client import (
+    MOST_MESSAGE_BYTES,
+    Client,
+    GenerationError,
+    chat_request,
+    prompt_request,
+    refusal_behind,
+)
+from service.config import ServiceConfig
 from tests.service.fake_engine import Script
 from tests.service.server import Running, until
 
@@ -51,6 +59,23 @@ async def test_failure_of_a_request_is_raised_with_its_usage(served: Running) ->
         assert error.value.usage.completion_tokens == 2
         served.engine.plan = lambda _: Script()
         assert [e async for e in session.generate(prompt_request("x", max_tokens=1))], "the session goes on"
+
+
+async def test_a_message_beyond_the_limit_fails_alone(served: Running) -> None:
+    assert ServiceConfig().max_message_bytes == MOST_MESSAGE_BYTES
+    served.engine.plan = lambda _: Script(steps_before_first=20)
+    async with Client(served.server.address) as client, client.session() as session:
+
+        async def one(prompt: str) -> str:
+            return "".join([event.delta.text async for event in session.generate(prompt_request(prompt, max_tokens=3))])
+
+        other = asyncio.create_task(one("x"))
+        await until(lambda: served.engine.live_requests == 1)
+        with pytest.raises(GenerationError) as error:
+            await one("x" * MOST_MESSAGE_BYTES)
+        assert (error.value.code, error.value.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "MESSAGE_TOO_LARGE")
+        assert await asyncio.wait_for(other, 10) == "abc"
+        assert await asyncio.wait_for(one("x"), 10) == "abc"
 
 
 async def test_failure_of_the_rpc_is_raised_with_its_reason(served: Running) -> None:
