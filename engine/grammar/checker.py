@@ -8,6 +8,7 @@ After a first empty line, which says that it is ready: a line of JSON in, [kind,
 from __future__ import annotations
 
 import json
+import re
 import resource
 import sys
 from typing import Any
@@ -20,7 +21,13 @@ CPU_SECONDS = 3
 
 # One line, with a space behind a comma and a colon: a model cannot lose itself in white space.
 _JSON_LAYOUT: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-_ERROR_LENGTH = 4000
+_ERROR_LENGTH = 4000  # its beginning and its end, between which an excerpt of the grammar may be as long as that
+# What the library knows; any other is an annotation, as in JSON Schema itself.
+_FORMATS = frozenset(
+    ("date-time", "date", "time", "duration", "email", "hostname", "ipv4", "ipv6", "uri", "uuid", "unknown")
+)
+_NAMED_SCHEMAS = frozenset(("properties", "patternProperties", "$defs", "definitions", "dependentSchemas"))
+_VALUES = frozenset(("const", "enum", "default", "examples"))
 # Of the parser. A mask makes items, in rows of one byte each; a schema of 300 optional fields needs 1500, of which 1200
 # in a row. How long that takes grows with the square of a row, so a row may have more only where the grammar is longer.
 _ITEMS_A_MASK = 3000
@@ -65,7 +72,9 @@ def _answer(kind: str, text: str) -> dict[str, str]:
     except Exception as raised:
         error = str(raised)
     if error and not error.startswith("WARNING"):
-        return {"error": error[:_ERROR_LENGTH]}
+        if len(error) > _ERROR_LENGTH:
+            error = error[: _ERROR_LENGTH // 2] + error[-_ERROR_LENGTH // 2 :]
+        return {"error": error}
     return {"grammar": grammar}
 
 
@@ -75,7 +84,8 @@ def _to_llguidance(kind: str, text: str) -> str:
             schema = json.loads(text)
             if isinstance(schema, dict):
                 schema.pop("x-guidance", None)  # the library's own options, no part of JSON Schema
-            return LLMatcher.grammar_from_json_schema(json.dumps(schema), defaults=_JSON_LAYOUT)
+            known = _without_annotations(schema)
+            return LLMatcher.grammar_from_json_schema(json.dumps(known), defaults=_JSON_LAYOUT)
         case "json_object":
             return LLMatcher.grammar_from_json_schema('{"type": "object"}', defaults=_JSON_LAYOUT)
         case "regex":
@@ -87,11 +97,29 @@ def _to_llguidance(kind: str, text: str) -> str:
                 raise ValueError("no rule begins with a brace")
             return LLMatcher.grammar_from_lark(any_to_lark(text) if "::=" in text else text)
         case "choices":
-            spelled = [json.dumps(choice, ensure_ascii=False) for choice in json.loads(text)]
-            if not spelled:
+            choices = json.loads(text)
+            if not choices:
                 raise ValueError("there is nothing to choose from")
-            return LLMatcher.grammar_from_lark("start: " + " | ".join(spelled))
+            # One regex: as so many rules they would be followed one beside the other.
+            return LLMatcher.grammar_from_regex("|".join(map(re.escape, choices)))
     raise ValueError(f"no kind of grammar is called {kind!r}")
+
+
+def _without_annotations(schema: Any) -> Any:
+    """The schema without formats that the library does not know."""
+    if isinstance(schema, list):
+        return [_without_annotations(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    kept: dict[str, Any] = {}
+    for key, value in schema.items():
+        if key in _VALUES:
+            kept[key] = value
+        elif key in _NAMED_SCHEMAS and isinstance(value, dict):
+            kept[key] = {name: _without_annotations(item) for name, item in value.items()}
+        elif key != "format" or not isinstance(value, str) or value in _FORMATS:
+            kept[key] = _without_annotations(value)
+    return kept
 
 
 if __name__ == "__main__":

@@ -16,6 +16,10 @@ _PLAINER: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         (r"^NoExtensionBias\b.*", NO_TEXT),
         (r"^Expecting object schema to apply options$", "the schema must be a JSON object"),
         (r"Unimplemented keys: \[(.*)\]", r"keywords that are not supported: \1"),
+        (
+            r"^oneOf constraints are not supported.*",
+            "oneOf is supported only where no two of its schemas can match the same value: use anyOf",
+        ),
         (r"Resource '(.*)' is not present in a registry.*", r"\1 is another document, which is not fetched"),
         (r"lookarounds not supported yet; \w+ in regex.*", "look-around is not supported, word boundaries included"),
         (r"regex parse error: (?:error: )?", "invalid regex: "),

@@ -156,6 +156,9 @@ def nested_all_of(depth: int) -> str:
     return json.dumps({"$defs": defs, "$ref": "#/$defs/d0"})
 
 
+OPEN_OBJECT = {"type": "object", "properties": {"a": {"type": "string"}}}
+NOT_DISJOINT = "oneOf is supported only where no two of its schemas can match the same value: use anyOf"
+UNCLOSED = "invalid regex: unclosed group"
 INVALID_RANGE = 'invalid regex "[z-a]": invalid character class range, the start must be <= the end'
 
 HOSTILE = [
@@ -188,6 +191,8 @@ def test_hostile_grammars_are_refused_in_bounded_time_and_the_next_is_served(
         (GrammarKind.REGEX, "(", "unclosed group"),
         (GrammarKind.REGEX, r"a\b", "look-around is not supported, word boundaries included"),
         (GrammarKind.JSON_SCHEMA, '{"type": "string", "pattern": "("}', "invalid regex: unclosed group"),
+        (GrammarKind.JSON_SCHEMA, json.dumps({"type": "string", "pattern": "(" * 20_000}), UNCLOSED),
+        (GrammarKind.JSON_SCHEMA, json.dumps({"oneOf": [OPEN_OBJECT, OPEN_OBJECT]}), NOT_DISJOINT),
         (GrammarKind.JSON_SCHEMA, "[]", "the schema must be a JSON object"),
         (GrammarKind.JSON_SCHEMA, '{"not": {"type": "null"}}', 'keywords that are not supported: "not"'),
         (GrammarKind.JSON_SCHEMA, '{"anyOf": []}', "Unsatisfiable schema: anyOf is empty"),
@@ -215,6 +220,36 @@ def test_messages_are_one_plain_line(compiler: GrammarCompiler, kind: GrammarKin
 def test_a_limit_of_the_parser_is_told_plainly() -> None:
     said = "parser error: Too many items (limit 10000; ff_tokens); try avoiding single-byte/short lexemes"
     assert problem("ebnf", "", said) == "the grammar is too large, too ambiguous, or repeats without an end"
+
+
+def test_thousands_of_choices_are_taken(compiler: GrammarCompiler) -> None:
+    choices = [f"choice {i} of (these|those)*" for i in range(3000)]
+    constraint = compiled(compiler, GrammarKind.CHOICES, json.dumps(choices))
+    assert accepts(constraint, choices[1234])
+    assert not accepts(constraint, "choice 3000 of (these|those)*")
+    assert not accepts(constraint, "choice 1234 of these")
+
+
+def test_a_choice_may_be_the_beginning_of_another_or_empty(compiler: GrammarCompiler) -> None:
+    constraint = compiled(compiler, GrammarKind.CHOICES, json.dumps(["ab", "a", "", "a\n#-~&\0\t"]))
+    assert all(accepts(constraint, choice) for choice in ("ab", "a", "", "a\n#-~&\0\t"))
+    assert not accepts(constraint, "b")
+
+
+def test_a_format_that_is_not_known_changes_nothing(compiler: GrammarCompiler) -> None:
+    """JSON Schema takes it for an annotation; pydantic writes several."""
+    fields = {
+        "format": {"type": "string", "format": "path"},
+        "const": {"type": "array", "items": {"format": "binary", "type": "string"}},
+        "d": {"type": "string", "format": "date"},
+        "e": {"enum": [{"format": "password"}]},
+    }
+    schema = {"type": "object", "properties": fields, "required": sorted(fields), "additionalProperties": False}
+    constraint = compiled(compiler, GrammarKind.JSON_SCHEMA, json.dumps(schema))
+    text = '{"format": "/x", "const": ["y"], "d": "2026-11-30", "e": {"format": "password"}}'
+    assert accepts(constraint, text)
+    assert not accepts(constraint, text.replace("2026-11-30", "today"))
+    assert not accepts(constraint, text.replace('{"format": "password"}', "{}"))
 
 
 def test_a_schemas_options_for_the_library_are_not_taken(compiler: GrammarCompiler) -> None:
