@@ -257,7 +257,8 @@ class RequestOutput:
         self._begun = False  # a token was given out
         self._override: Failure | None = None
         self._flush_timer: asyncio.TimerHandle | None = None
-        self._generated = 0
+        self._generated = 0  # output tokens, none of them behind a stop sequence
+        self._met_stop = False
 
     # --- in ---------------------------------------------------------------------------------------------------------
 
@@ -306,7 +307,7 @@ class RequestOutput:
             case RequestFailed():
                 failure = self._override or from_engine(event, self.control.instance_id, self.generation.grammar)
                 # A dead engine cannot say what it had used; what came from it is known here.
-                self._close(failure, event.usage if event.usage != Usage() else self.usage_so_far)
+                self._close(failure, self._counted(event.usage) if event.usage != Usage() else self.usage_so_far)
 
     def _on_tokens(self, event: TokensGenerated) -> None:
         if self.closed:
@@ -326,11 +327,14 @@ class RequestOutput:
             if text is not None:  # by far the most frequent
                 candidate.add(Piece(token_ids, text, (), WHOLE_TOKEN_BYTES + len(text)))
                 return
+        before = candidate.text.token_count
         if event.finish is None:
             delta = candidate.text.push(token_ids, event.logprobs)
         else:
             delta = candidate.text.push(*self._output_tokens(event))
         if delta.stopped is not None:
+            self._met_stop = True
+            self._generated -= count - (candidate.text.used_tokens - before)
             self._end_candidate(candidate, delta, CandidateFinish(FinishReason.STOP), delta.stopped)
             if event.finish is None:
                 self.control.stop_candidate(candidate.index)
@@ -341,6 +345,10 @@ class RequestOutput:
             self._end_candidate(candidate, rest, finish, rest.stopped)
         else:
             self._add(candidate, delta)
+
+    def _counted(self, usage: Usage) -> Usage:
+        """The engine's usage. Behind a stop sequence it has sampled more tokens or fewer, as it went: none count."""
+        return msgspec.structs.replace(usage, completion_tokens=self._generated) if self._met_stop else usage
 
     def _output_tokens(self, event: TokensGenerated) -> tuple[Sequence[int], Sequence[TokenLogprob]]:
         """Without the token that ended the candidate, which is no output unless it was asked for."""
@@ -365,7 +373,7 @@ class RequestOutput:
     def _on_finished(self, event: RequestFinished) -> None:
         self.timing = event.timing
         if self._override is not None:
-            self._close(self._override, event.usage)
+            self._close(self._override, self._counted(event.usage))
             return
         self.cancelled = event.cancelled
         for candidate in self.candidates:
@@ -374,7 +382,7 @@ class RequestOutput:
             if end_dropped or not candidate.ended:
                 rest = Delta() if self.options.window else candidate.text.finish()
                 self._end_candidate(candidate, rest, CandidateFinish(FinishReason.CANCELLED))
-        self._close(None, event.usage)
+        self._close(None, self._counted(event.usage))
 
     def fail(self, failure: Failure) -> None:
         """Ends the request for its client without the engine's word."""

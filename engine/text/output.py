@@ -70,6 +70,7 @@ class OutputText:
         self._offset = 0  # characters handed out
         self._tokens = 0
         self._stopped: str | None = None
+        self._completed_at: int | None = None
         self._whole_texts = tokenizer.whole_texts
         self._started = self._detokenizer.started
 
@@ -77,6 +78,11 @@ class OutputText:
     def token_count(self) -> int:
         """Tokens pushed so far, those cut by a stop string included."""
         return self._tokens
+
+    @property
+    def used_tokens(self) -> int:
+        """Tokens pushed up to the one that completed the stop string; all, where there is none."""
+        return self._tokens if self._completed_at is None else self._completed_at
 
     @property
     def stopped(self) -> str | None:
@@ -133,6 +139,7 @@ class OutputText:
         while (match := self._matcher.feed(text[read:])) is not None:
             read += match.end
             if self._tokens >= self._min_tokens:
+                self._completed_at = self._tokens
                 return match.stop, before + read
         return None
 

@@ -110,7 +110,26 @@ async def test_stop_sequence_is_never_sent(served: Running, sequence: str) -> No
     assert finish is not None
     assert (finish.reason, finish.sequence) == (pb.FINISH_REASON_STOP, sequence)
     assert served.engine.stopped_candidates, "the engine was not told"
-    assert log.finished.usage.completion_tokens >= len(expected) + len(sequence)
+    assert log.finished.usage.completion_tokens == len(expected) + len(sequence)
+
+
+@pytest.mark.parametrize("tokens_per_step", [1, 3, 7])
+@pytest.mark.parametrize("end", [{}, {"tokens": list(b"abcd"), "end_token": IM_END}])
+async def test_tokens_behind_a_stop_sequence_are_not_counted_however_many_were_sampled(
+    served: Running, tokens_per_step: int, end: dict[str, Any]
+) -> None:
+    served.engine.plan = lambda _: Script(tokens_per_step=tokens_per_step, **end)
+    stop = pb.StopCriteria(sequences=["cd"], max_tokens=20)
+    log = await run_stream(served, start("hi", stop=stop, output=pb.OutputOptions(usage_in_deltas=True)))
+    assert (log.text(), log.finish_reason()) == ("ab", "STOP")
+    assert log.deltas[-1].usage.completion_tokens == log.finished.usage.completion_tokens == 4
+
+
+async def test_a_failure_does_not_count_them_either(served: Running) -> None:
+    served.engine.plan = lambda _: Script(tokens_per_step=6, fail_after=12)
+    stop = pb.StopCriteria(sequences=["abcd"], max_tokens=40)
+    logs = await run_bidi(served, start_message("hi", request_id="a", stop=stop, sampling=pb.SamplingParameters(n=2)))
+    assert logs["a"].failed.usage.completion_tokens == 4 + 12
 
 
 async def test_stop_sequence_included_when_asked_for(served: Running) -> None:

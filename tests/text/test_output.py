@@ -136,6 +136,7 @@ def test_ten_thousand_random_candidates_by_oracle(kind: str) -> None:
             assert text_of(deltas) == whole[: end if include else end - len(stop)]
             assert output.stopped == stop
         assert output.token_count == len(ids)
+        assert output.used_tokens <= len(ids)
     assert 3000 < stopped < 9000
 
 
@@ -176,7 +177,7 @@ class TestStopAcrossTokens:
         assert output.token_count == 5
         assert output.push(byte_ids(b"more")) == Delta()
         assert output.finish() == Delta()
-        assert output.token_count == 9
+        assert (output.token_count, output.used_tokens) == (9, 3)
 
     def test_a_stop_inside_the_last_flush(self) -> None:
         tok = tokenizer("byte-fallback")
