@@ -18,6 +18,7 @@ from engine import load_tokenizer
 from engine.config import AllocatorKind, EngineConfig, LoadFormat, PreemptionMode
 from engine.engine import Engine, GenerationResult
 from engine.errors import ConfigurationError, EngineError
+from engine.schedule.candidate_seed import candidate_seed
 from engine.schedule.composition import MixedSteps
 from engine.types import FailureKind, GenerationRequest, SamplingParameters, StopCriteria
 from tests.model.demo_peer import demo_peer
@@ -190,7 +191,7 @@ def test_candidates_differ_and_are_those_of_their_seeds_alone(tiny: Path) -> Non
     assert tokens == [tuple(candidate.token_ids) for candidate in second.candidates]
     assert first.usage.completion_tokens == 48
     for index, candidate in enumerate(tokens):
-        alone = request("a", prompt, 12, SamplingParameters(temperature=1.2, seed=9 + index))
+        alone = request("a", prompt, 12, SamplingParameters(temperature=1.2, seed=candidate_seed(9, index)))
         assert tuple(engine(tiny).generate([alone])[0].token_ids) == candidate
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Iterable, Iterator
 
+from engine.schedule.candidate_seed import candidate_seed
 from engine.schedule.plan import ScheduledSequence
 from engine.schedule.sequence import Constraint, RequestGroup, Sequence, edited_tokens, follows_tokens
 from engine.types import GenerationRequest
@@ -65,7 +66,7 @@ class LiveRequests:
         return Sequence(
             group=group,
             candidate=index,
-            seed=(secrets.randbits(64) if seed is None else seed + index) % 2**64,
+            seed=secrets.randbits(64) if seed is None else candidate_seed(seed, index),
             token_ids=list(request.prompt_token_ids),
             max_tokens_total=limit if max_tokens is None else min(limit, prompt + max_tokens),
             shares_prompt=self._shares and index > 0,

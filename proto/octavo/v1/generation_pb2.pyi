@@ -436,9 +436,11 @@ class SamplingParameters(_message.Message):
     frequency_penalty: _builtins.float
     """In [-2, 2]; over the output. Default 0: off."""
     seed: _builtins.int
-    """Makes the output reproducible, whatever it is batched with. Absent: the server draws one."""
+    """Makes the output reproducible, whatever it is batched with. Absent: the server draws one. Candidate 0 has this seed;
+    candidate i > 0 has the i-th output of SplitMix64 started from it, so seeds in a row share no candidate.
+    """
     n: _builtins.int
-    """Number of candidates, 1 to 16. Default 1."""
+    """Number of candidates, 1 to 16, and at most the replica's --max-num-seqs. Default 1."""
     @_builtins.property
     def logit_bias(self) -> _containers.ScalarMap[_builtins.int, _builtins.float]:
         """Added to the logits of these token ids, each in [-100, 100]."""
@@ -518,18 +520,20 @@ class StopCriteria(_message.Message):
     max_tokens: _builtins.int
     """At least 1. Absent: up to the context limit (minus the prompt)."""
     min_tokens: _builtins.int
-    """No end before this many tokens. Default 0."""
+    """No end before this many tokens. Default 0. Not with structured_output, which says itself where the output ends."""
     ignore_eos: _builtins.bool
-    """Runs through the model's end-of-sequence ids. `token_ids` and `sequences` still hold."""
+    """Runs through the model's end-of-sequence ids. `token_ids` and `sequences` still hold. Not with structured_output."""
     include_in_output: _builtins.bool
     """Keeps the matched sequence in the output's text."""
     @_builtins.property
     def sequences(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Texts that end a candidate; at most 16, each of 1 to 1024 bytes. They are no part of the output."""
+        """Texts that end a candidate; at most 16, each of 1 to 1024 bytes. They are no part of the output: a token that holds
+        any of one is cut, with its id and log probability, and what it has before that comes as text of no token.
+        """
 
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Token ids that end a candidate, besides the model's own end-of-sequence ids."""
+        """Token ids that end a candidate, besides the model's own end-of-sequence ids; at most 64."""
 
     def __init__(
         self,
@@ -581,7 +585,9 @@ class OutputOptions(_message.Message):
     """Default true."""
     token_ids: _builtins.bool
     top_logprobs: _builtins.int
-    """At most 20. Absent: no log probabilities. 0: only the sampled token's."""
+    """At most 20. Absent: no log probabilities. 0: only the sampled token's. They are the model's own: before temperature,
+    penalties, bias, allowed ids and structured output.
+    """
     prompt_top_logprobs: _builtins.int
     """The same of the prompt's tokens, in `prompt` events (or the unary response). At most 131072 entries for the whole
     prompt, with 1 + prompt_top_logprobs for each token. The whole prompt is then computed, as if nothing were cached.
@@ -666,6 +672,9 @@ class StructuredOutput(_message.Message):
     EBNF_FIELD_NUMBER: _builtins.int
     CHOICES_FIELD_NUMBER: _builtins.int
     json_schema: _builtins.str
+    """Not supported: not, if, contains, uniqueItems, propertyNames, dependentRequired, dependentSchemas,
+    unevaluatedProperties, and oneOf of schemas that one value could match. A format that is not known is ignored.
+    """
     regex: _builtins.str
     """The whole output matches it. No look-around."""
     ebnf: _builtins.str
@@ -745,11 +754,11 @@ class Scheduling(_message.Message):
     """
     @_builtins.property
     def timeout(self) -> _duration_pb2.Duration:
-        """Whole-request limit from arrival. The RPC deadline applies too; the earlier wins."""
+        """Whole-request limit from arrival, at most 604,800 s. The RPC deadline applies too; the earlier wins."""
 
     @_builtins.property
     def queue_timeout(self) -> _duration_pb2.Duration:
-        """Limit for the time before the first token is scheduled."""
+        """Limit for the time before the first token is scheduled, at most 604,800 s."""
 
     def __init__(
         self,
@@ -969,7 +978,9 @@ class CandidateDelta(_message.Message):
     token_count: _builtins.int
     """Number of tokens in this delta, also where token_ids were not asked for."""
     text: _builtins.str
-    """Exactly the text of these tokens; always whole code points."""
+    """Exactly the text of these tokens; always whole code points. One exception: the last delta of a candidate that a stop
+    sequence ended has, besides, what came before that sequence in a token that was cut; token_count may be 0 then.
+    """
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -1184,7 +1195,7 @@ class Usage(_message.Message):
     prompt_tokens: _builtins.int
     cached_prompt_tokens: _builtins.int
     completion_tokens: _builtins.int
-    """All sampled tokens of all candidates, also those cut by a stop sequence."""
+    """All sampled tokens of all candidates, also those cut by a stop sequence, up to the one that completed it."""
     def __init__(
         self,
         *,
