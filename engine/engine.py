@@ -7,7 +7,7 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 
 import msgspec
@@ -99,8 +99,11 @@ class Engine:
     """Synchronous: the caller's thread is the step thread. LocalEngineClient and the engine process drive it for a
     service; `generate` drives it for offline work."""
 
-    def __init__(self, config: EngineConfig, progress: ProgressCallback | None = None) -> None:
-        """Loads the model and claims all memory. Raises ConfigurationError."""
+    def __init__(
+        self, config: EngineConfig, progress: ProgressCallback | None = None, *, warm_grammars: bool = False
+    ) -> None:
+        """Loads the model and claims all memory. Raises ConfigurationError. warm_grammars: readies, beside that, what
+        the first request with a grammar would otherwise wait for."""
         check_config(config)
         report = progress or (lambda _: None)
         device = choose_device(config.device)
@@ -113,7 +116,9 @@ class Engine:
         self._cache_reads: deque[int] = deque()
         self.pulse = Pulse()
         self.failed_steps = 0  # in a row, up to now
+        warmed = [self._grammars.warm()] if warm_grammars else []
         self._build(device, report)
+        wait(warmed)  # whatever came of it: a model without a tokenizer serves all else
 
     def _build(self, device: torch.device, report: ProgressCallback) -> None:
         config, model = self.config, self.model

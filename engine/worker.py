@@ -23,7 +23,7 @@ Create = Callable[[EngineConfig, Callable[[str], None]], DrivenEngine]
 def create_engine(config: EngineConfig, progress: Callable[[str], None]) -> DrivenEngine:
     from engine.engine import Engine  # with torch, which takes a while
 
-    return Engine(config, progress)
+    return Engine(config, progress, warm_grammars=True)
 
 
 def main(endpoint: str, config_json: str, *, create: Create = create_engine) -> int:

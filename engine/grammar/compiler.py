@@ -24,7 +24,7 @@ from engine.grammar import checker
 from engine.grammar.constraint import GrammarConstraint
 from engine.grammar.problem import NO_TEXT, problem
 from engine.text.tokenizer import Tokenizer
-from engine.types import Grammar
+from engine.types import Grammar, GrammarKind
 
 TRIAL_SECONDS = 10.0  # by the clock; its processor time is less
 _START_SECONDS = 60.0
@@ -50,7 +50,7 @@ class GrammarLimitError(GrammarError):
 
 
 class GrammarCompiler:
-    """Starts nothing before the first grammar comes. Results, refusals too, are remembered."""
+    """Starts nothing before `warm`, or the first grammar. Results, refusals too, are remembered."""
 
     def __init__(self, load_tokenizer: Callable[[], Tokenizer], eos_token_ids: Collection[int]) -> None:
         """load_tokenizer: called once, on the compiler's thread; if it fails, every grammar is refused."""
@@ -70,6 +70,10 @@ class GrammarCompiler:
         future: Future[GrammarConstraint] = Future()
         self._jobs.put((grammar, future))
         return future
+
+    def warm(self) -> Future[GrammarConstraint]:
+        """Does what every first grammar waits for: starts the process and reads the tokenizer."""
+        return self.submit(Grammar(GrammarKind.JSON_OBJECT, ""))
 
     def close(self) -> None:
         """Lets thread and process end once what was submitted is done. Nothing may be submitted any more."""
