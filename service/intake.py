@@ -8,7 +8,13 @@ from collections.abc import Callable
 
 from engine import EngineDiedError, GenerationRequest, InvalidRequestError, Timing, Usage
 from service.admission import Admission
-from service.convert.prompts import check_output_scores, check_prompt_bytes, check_prompt_length, check_prompt_scores
+from service.convert.prompts import (
+    check_output_scores,
+    check_prompt_bytes,
+    check_prompt_length,
+    check_prompt_scores,
+    text_bytes,
+)
 from service.live import LiveRequest
 from service.output import REQUEST_ENDED, PendingBytes, RequestOutput, ending
 from service.replica import Replica
@@ -70,9 +76,10 @@ class Intake:
         self._replica.live.add(request)
         deadline = _earlier(rpc_deadline, _after(generation.arrival, generation.timeout))
         request.deadline = deadline
+        request.queue_deadline = _after(generation.arrival, generation.queue_timeout)
         try:
             self._check_bytes(generation)
-            if _text_bytes(generation) <= INLINE_BYTES:
+            if text_bytes(generation.prompt) <= INLINE_BYTES:
                 self._submit(request, output, deadline, self._tokenize(generation))
             else:
                 request.tokenization = asyncio.create_task(self._tokenize_apart(request, output, deadline))
@@ -98,7 +105,7 @@ class Intake:
 
     def _check_bytes(self, generation: Generation) -> None:
         if not isinstance(generation.prompt, TokenPrompt):
-            check_prompt_bytes(_text_bytes(generation), self._replica.max_prompt_bytes, self._replica.info)
+            check_prompt_bytes(text_bytes(generation.prompt), self._replica.max_prompt_bytes, self._replica.info)
 
     def _tokenize(self, generation: Generation) -> list[int]:
         """Called on any thread."""
@@ -133,7 +140,7 @@ class Intake:
         check_prompt_length(len(token_ids), self._replica.info)
         check_prompt_scores(len(token_ids), generation.output.prompt_top_logprobs)
         check_output_scores(self._most_tokens(generation, len(token_ids)), generation.output, generation.sampling.n)
-        queue_deadline = _after(generation.arrival, generation.queue_timeout)
+        queue_deadline = request.queue_deadline
         self._admission.check_prompt(generation, len(token_ids), _earlier(deadline, queue_deadline))
         output.begin(token_ids)
         self._replica.engine.submit(
@@ -167,16 +174,6 @@ def _failure_of(error: Exception, replica: Replica) -> Failure:
         case _:
             LOGGER.exception("request could not be started", exc_info=error)
             return internal(f"{type(error).__name__} while starting the request")
-
-
-def _text_bytes(generation: Generation) -> int:
-    match generation.prompt:
-        case TextPrompt(text):
-            return len(text.encode())
-        case ChatPrompt() as chat:
-            return chat.text_bytes
-        case TokenPrompt():
-            return 0
 
 
 def _after(start: float, seconds: float | None) -> float | None:

@@ -9,7 +9,7 @@ from engine import EngineClient, Usage
 from service.output import RequestOutput
 from service.pace import Pacer
 from service.quota import Quotas
-from service.status import Failure, deadline_exceeded
+from service.status import Failure, deadline_exceeded, expired_in_queue
 from service.stream import OutputStream
 from service.tokens import Principal
 
@@ -28,6 +28,7 @@ class LiveRequest:
         self.caller = caller
         self.submitted = False
         self.deadline: float | None = None  # of `time.monotonic()`
+        self.queue_deadline: float | None = None  # likewise
         self.tokenization: asyncio.Task[None] | None = None
         self.output: RequestOutput | None = None
         self._engine = engine
@@ -71,11 +72,15 @@ class LiveRequest:
             self.output.cancel_unsubmitted()  # nobody else would note its end
 
     def check_deadline(self, now: float) -> None:
-        """Ends what the engine should have ended by now."""
+        """Ends what the engine should have ended by now. What the engine has taken in may have had its turn in the step
+        that goes on: its time in the queue the engine alone knows."""
         output = self.output
-        if output is None or output.closed or self.deadline is None or now < self.deadline + DEADLINE_GRACE:
+        if output is None or output.closed:
             return
-        output.abandon(deadline_exceeded("the deadline passed while the engine was busy"))
+        if _passed(self.deadline, now):
+            output.abandon(deadline_exceeded("the deadline passed while the engine was busy"))
+        elif _passed(self.queue_deadline, now) and not output.admitted:
+            output.abandon(expired_in_queue("the deadline passed before the engine, which was busy, saw the request"))
 
     def ended(self) -> None:
         self._requests.remove(self)
@@ -83,6 +88,10 @@ class LiveRequest:
     def _cancel_tokenization(self) -> None:
         if self.tokenization is not None:
             self.tokenization.cancel()
+
+
+def _passed(deadline: float | None, now: float) -> bool:
+    return deadline is not None and now >= deadline + DEADLINE_GRACE
 
 
 class LiveRequests:

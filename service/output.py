@@ -260,6 +260,11 @@ class RequestOutput:
         self._generated = 0  # output tokens, none of them behind a stop sequence
         self._met_stop = False
 
+    @property
+    def admitted(self) -> bool:
+        """Whether the engine has taken it in."""
+        return self._admitted is not None
+
     # --- in ---------------------------------------------------------------------------------------------------------
 
     def begin(self, prompt_token_ids: list[int]) -> None:

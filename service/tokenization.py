@@ -13,6 +13,7 @@ from grpc import aio
 
 from engine import InvalidRequestError
 from octavo.v1 import tokenization_pb2, tokenization_pb2_grpc
+from service.convert.prompts import check_tokenized_bytes
 from service.convert.tokenization import (
     detokenize_response,
     parse_detokenize,
@@ -72,6 +73,7 @@ class TokenizationService(tokenization_pb2_grpc.TokenizationServiceServicer):
     def _tokenize(self, request: tokenization_pb2.TokenizeRequest) -> tokenization_pb2.TokenizeResponse:
         tokenizer, info = self._replica.tokenizer, self._replica.info
         parsed = parse_tokenize(request, self._replica.model)
+        check_tokenized_bytes(parsed.prompt, self._replica.max_prompt_bytes)
         match parsed.prompt:
             case TextPrompt(text):
                 ids, spans = tokenizer.encode_with_offsets(text, add_special_tokens=parsed.add_special_tokens)

@@ -180,7 +180,7 @@ class Trial:
             )
         answer: dict[str, str] = json.loads(line)
         if "error" in answer:
-            raise GrammarError(problem(kind, text, answer["error"]))
+            raise GrammarError(problem(kind, text, answer["error"], answer.get("place", "")))
         return answer["grammar"]
 
     def close(self) -> None:

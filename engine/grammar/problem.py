@@ -5,10 +5,13 @@ from __future__ import annotations
 import re
 
 _LENGTH = 300
+_PLACE_LENGTH = 200
+_QUOTED_LENGTH = 40
 NO_TEXT = "the grammar allows no text at all"
 
 # Lines of an excerpt, with a caret under them: they mean nothing once joined.
 _EXCERPT = re.compile(r"^(\s|\d+ \|)")
+_LONG_QUOTE = re.compile(rf'"((?:\\.|[^"\\]){{{_QUOTED_LENGTH}}})(?:\\.|[^"\\])+"')
 _POSITION = re.compile(r"^(?:at )?(\d+)\((\d+)\): ")
 _PLAINER: tuple[tuple[re.Pattern[str], str], ...] = tuple(
     (re.compile(pattern), plain)
@@ -37,8 +40,8 @@ _PLAINER: tuple[tuple[re.Pattern[str], str], ...] = tuple(
 )
 
 
-def problem(kind: str, text: str, said: str) -> str:
-    """kind, text: the grammar's. said: by the library."""
+def problem(kind: str, text: str, said: str, place: str = "") -> str:
+    """kind, text: the grammar's. said: by the library. place: a JSON pointer into a schema, if it is known."""
     told = [line for line in said.splitlines() if not _EXCERPT.match(line)] or said.splitlines()
     line = " ".join(" ".join(told).split())
     position = _POSITION.match(line)
@@ -51,4 +54,7 @@ def problem(kind: str, text: str, said: str) -> str:
         line = pattern.sub(plain, line)
     if kind == "regex":
         line = re.sub(r'^invalid regex(?: ".*")?: ', "", line)
-    return line.strip()[:_LENGTH]
+    line = _LONG_QUOTE.sub(r'"\1..."', line).strip()[:_LENGTH]
+    if len(place) > _PLACE_LENGTH:
+        place = "..." + place[3 - _PLACE_LENGTH :]
+    return f"at {place}: {line}" if place else line

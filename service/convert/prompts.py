@@ -12,6 +12,7 @@ from service.request import ChatPrompt, OutputOptions, Prompt, TextPrompt, Token
 from service.status import invalid, prompt_too_long
 
 MAX_PROMPT_SCORES = 1 << 17  # some 3 MB: a unary response stays below what gRPC clients accept
+MAX_TOKENIZED_BYTES = 1 << 20  # some second of a thread
 MAX_UNARY_SCORES = 1 << 17  # of its output, for the same reason
 
 
@@ -97,6 +98,25 @@ def check_prompt_bytes(size: int, most: int, info: EngineInfo) -> None:
                 {"prompt_bytes": size, "max_prompt_bytes": most, **_length_limits(info)},
             )
         )
+
+
+def check_tokenized_bytes(prompt: TextPrompt | ChatPrompt, most_of_prompt: int) -> None:
+    """Refuses to tokenize more than a prompt may have, or MAX_TOKENIZED_BYTES if that is more."""
+    size, most = text_bytes(prompt), max(MAX_TOKENIZED_BYTES, most_of_prompt)
+    if size > most:
+        path = "text" if isinstance(prompt, TextPrompt) else "chat"
+        raise refuse(invalid(path, f"has {size} bytes; at most {most} are tokenized at a time"))
+
+
+def text_bytes(prompt: Prompt) -> int:
+    """Of what has to be tokenized, in UTF-8."""
+    match prompt:
+        case TextPrompt(text):
+            return len(text.encode())
+        case ChatPrompt() as chat:
+            return chat.text_bytes
+        case TokenPrompt():
+            return 0
 
 
 def check_prompt_scores(tokens: int, top: int | None) -> None:

@@ -217,6 +217,69 @@ def test_messages_are_one_plain_line(compiler: GrammarCompiler, kind: GrammarKin
     assert str(caught.value) == message
 
 
+SCHEMA_WITH_DEFINITION = {
+    "$defs": {"code": {"type": "string", "pattern": "("}},
+    "properties": {"a": {"$ref": "#/$defs/code"}, "b": {"type": "integer"}},
+}
+
+
+@pytest.mark.parametrize(
+    ("schema", "message"),
+    [
+        (
+            {"properties": {"a": {}, "b/c": {"items": {"type": "strin"}}}},
+            "at /properties/b~1c/items: Invalid type: strin",
+        ),
+        (
+            {"anyOf": [{"type": "null"}, {"prefixItems": [{"not": {}}]}]},
+            'at /anyOf/1/prefixItems/0: keywords that are not supported: "not"',
+        ),
+        ({"properties": {"a": {"items": 7}}}, "at /properties/a/items: schema must be an object or boolean"),
+        (SCHEMA_WITH_DEFINITION, "at /$defs/code: invalid regex: unclosed group"),
+        (
+            {"properties": {"a": {"$ref": "#/$defs/b"}}, "$defs": {}},
+            "at /properties/a: Pointer '/$defs/b' does not exist",
+        ),
+        (
+            {"properties": {"x" * 500: {"properties": {"a": {"not": {}}}}}},
+            f'at ...{"x" * 184}/properties/a: keywords that are not supported: "not"',
+        ),
+    ],
+)
+def test_a_schemas_message_says_where(compiler: GrammarCompiler, schema: dict[str, object], message: str) -> None:
+    with pytest.raises(GrammarError) as caught:
+        compiled(compiler, GrammarKind.JSON_SCHEMA, json.dumps(schema))
+    assert str(caught.value) == message
+
+
+def test_where_is_looked_for_in_bounded_time(compiler: GrammarCompiler) -> None:
+    """A thousand fields are right: the wrong one behind them is found, or else the message stands alone."""
+    fields: dict[str, object] = {f"field{index}": {"type": "string", "maxLength": 9} for index in range(1000)}
+    schema = {"properties": {**fields, "wrong": {"type": "strin"}}}
+    with pytest.raises(GrammarError, match=r"^(at /properties/wrong: )?Invalid type: strin$"):
+        compiled(compiler, GrammarKind.JSON_SCHEMA, json.dumps(schema))
+
+
+@pytest.mark.parametrize("length", [10, 500, 100_000])
+@pytest.mark.parametrize(
+    ("end", "cause"),
+    [("(", "unclosed group"), ("[z-a]", "invalid character class range, the start must be <= the end")],
+)
+def test_a_long_regex_does_not_hide_what_is_wrong_with_it(
+    compiler: GrammarCompiler, length: int, end: str, cause: str
+) -> None:
+    with pytest.raises(GrammarError) as caught:
+        compiled(compiler, GrammarKind.REGEX, "a" * length + end)
+    assert str(caught.value) == cause
+    with pytest.raises(GrammarError) as caught:
+        compiled(compiler, GrammarKind.EBNF, f"start: /{'a' * length}{end}/")
+    shown = f'"{"a" * length}{end}"' if length == 10 else f'"{"a" * 40}..."'
+    assert str(caught.value) == f"line 1, column 8: invalid regex {shown}: {cause}"
+    with pytest.raises(GrammarError) as caught:
+        compiled(compiler, GrammarKind.JSON_SCHEMA, json.dumps({"items": {"pattern": "a" * length + end}}))
+    assert str(caught.value) == f"at /items: invalid regex: {cause}"
+
+
 def test_a_limit_of_the_parser_is_told_plainly() -> None:
     said = "parser error: Too many items (limit 10000; ff_tokens); try avoiding single-byte/short lexemes"
     assert problem("ebnf", "", said) == "the grammar is too large, too ambiguous, or repeats without an end"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import Any, cast
 
 import grpc
@@ -12,6 +13,7 @@ from grpc import aio
 
 from engine import EngineState, FailureKind, RequestFailed, Usage
 from octavo.v1 import generation_pb2 as pb
+from service.config import ServiceConfig
 from service.status import RETRY_AT_ONCE, from_engine
 from tests.service.calls import (
     Stream,
@@ -242,6 +244,27 @@ async def test_a_deadline_is_kept_while_the_engine_stands_still(
     assert status.message == "the deadline passed while the engine was busy"
     assert len(served.server.replica.live) == 0
     assert served.engine.cancelled
+
+
+async def test_a_queue_timeout_is_kept_while_the_engine_is_in_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What comes meanwhile the engine does not see. One that it took in may be running: that is for it to say."""
+    monkeypatch.setattr("service.live.DEADLINE_GRACE", 0.2)
+    async with running(config=ServiceConfig(drain_grace=0.0, heartbeat_timeout=60.0)) as served:
+        served.engine.hold = True
+        stream = Stream(served)
+        await stream.send(start_message("hi", request_id="taken in"))
+        while "taken in" not in stream.logs:
+            assert await stream.read()
+        served.engine.hang()
+        (taken_in,) = served.server.replica.live
+        taken_in.queue_deadline = time.monotonic() - 1.0
+        limits = pb.Scheduling(queue_timeout=Duration(nanos=50_000_000))
+        await stream.send(start_message("hi", request_id="too late", scheduling=limits))
+        await stream.read_until_ended("too late")
+        status = rich_status(stream.logs["too late"].failed.status)
+        assert (status.code, status.reason) == (grpc.StatusCode.DEADLINE_EXCEEDED, "EXPIRED_IN_QUEUE")
+        assert list(served.server.replica.live) == [taken_in]
+        stream.call.cancel()
 
 
 @pytest.mark.parametrize("unary", [False, True])

@@ -64,6 +64,21 @@ async def test_bad_input_is_named(served: Running, path: str, fields: dict[str, 
     assert error_status(error.value).fields == [path]
 
 
+async def test_texts_beyond_a_bound_are_refused_by_name(served: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("service.convert.prompts.MAX_TOKENIZED_BYTES", 100)
+    served.server.replica.max_prompt_bytes = 10
+    assert (await tokenize(served, text="é" * 50)).token_count == 100
+    long = generation_pb2.ChatMessage(role="user", content="x" * 97)
+    for path, fields in (("text", {"text": "é" * 50 + "x"}), ("chat", {"chat": generation_pb2.Chat(messages=[long])})):
+        with pytest.raises(aio.AioRpcError) as error:
+            await tokenize(served, **fields)
+        status = error_status(error.value)
+        assert (status.code, status.fields) == (grpc.StatusCode.INVALID_ARGUMENT, [path])
+        assert status.message == f"{path}: has 101 bytes; at most 100 are tokenized at a time"
+    served.server.replica.max_prompt_bytes = 101  # what may be a prompt may be counted
+    assert (await tokenize(served, text="x" * 101)).token_count == 101
+
+
 async def test_detokenize(served: Running) -> None:
     async def text(ids: list[int], skip_special_tokens: bool | None = None) -> pb.DetokenizeResponse:
         request = pb.DetokenizeRequest(token_ids=ids, skip_special_tokens=skip_special_tokens)
