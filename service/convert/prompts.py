@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import unicodedata
 from typing import Any
 
 from engine import EngineInfo
@@ -14,6 +15,8 @@ from service.status import invalid, prompt_too_long
 MAX_PROMPT_SCORES = 1 << 17  # some 3 MB: a unary response stays below what gRPC clients accept
 MAX_TOKENIZED_BYTES = 1 << 20  # some second of a thread
 MAX_UNARY_SCORES = 1 << 17  # of its output, for the same reason
+
+_LINE_BREAKING = frozenset({"Cc", "Zl", "Zp"})  # Unicode's categories of control characters and separators
 
 
 def parse_prompt(start: generation_pb2.StartGeneration, info: EngineInfo) -> Prompt:
@@ -41,6 +44,9 @@ def parse_chat(chat: generation_pb2.Chat, path: str) -> ChatPrompt:
     for index, message in enumerate(chat.messages):
         if not message.role:
             raise refuse(invalid(f"{path}.messages[{index}].role", "is empty"))
+        if any(unicodedata.category(char) in _LINE_BREAKING for char in message.role):
+            # A template writes it as it stands: a line of its own could pass for the template's.
+            raise refuse(invalid(f"{path}.messages[{index}].role", "has a line break or another control character"))
     return ChatPrompt(
         messages=[{"role": m.role, "content": m.content} for m in chat.messages],
         add_generation_prompt=or_default(chat, "add_generation_prompt", True),

@@ -367,6 +367,7 @@ class ChatMessage(_message.Message):
     ROLE_FIELD_NUMBER: _builtins.int
     CONTENT_FIELD_NUMBER: _builtins.int
     role: _builtins.str
+    """What the model's chat template takes; not empty, without control characters and line breaks."""
     content: _builtins.str
     def __init__(
         self,
