@@ -23,11 +23,11 @@ from engine.kv.block_table import BlockTables
 from engine.kv.prefix_index import PrefixIndex
 from engine.kv.swap import SwapSpace
 from engine.loop import Runner, StepLoop
-from engine.model.loader import load_model
+from engine.model.loader import load_weights, open_model
 from engine.pulse import Pulse
 from engine.run.block_moves import BlockMover
 from engine.run.cuda_runner import GRAPH_BYTES, CudaRunner, profile_largest_step
-from engine.run.kv_pool import allocate_pool, cpu_pool_blocks, cuda_pool_blocks
+from engine.run.kv_pool import allocate_pool, check_pool_size, check_swap_space, cpu_pool_blocks, cuda_pool_blocks
 from engine.run.runner import EagerRunner
 from engine.schedule.admission import SchedulerLimits
 from engine.schedule.composition import SeparateSteps
@@ -49,6 +49,7 @@ from engine.types import (
     RequestFailed,
     RequestFinished,
     StepFrame,
+    StopCriteria,
     TokenLogprob,
     TokensGenerated,
     Usage,
@@ -57,6 +58,7 @@ from engine.validation import check_request
 
 ProgressCallback = Callable[[str], None]
 
+MOST_BLOCK_SIZE = 256  # tokens
 MAX_COMPILING = 64  # requests whose grammars wait to be compiled
 _COMPILING_PAUSE_SECONDS = 0.001
 _CACHE_PIECE = 1024  # places of the prefix cache that are read in one step
@@ -108,7 +110,10 @@ class Engine:
         report = progress or (lambda _: None)
         device = choose_device(config.device)
         set_threads(config, device)
-        model = load_model(config, device, report)
+        opened = open_model(config, device)
+        check_pool_size(config, opened.spec, opened.dtype, opened.max_model_len, device)
+        check_swap_space(config)
+        model = load_weights(opened, config, device, report)
         self.config = config
         self.model = model
         self._grammars = GrammarCompiler(lambda: Tokenizer.from_source(model.source), model.eos_token_ids)
@@ -148,7 +153,9 @@ class Engine:
         scheduler = Scheduler(
             residency, limits, frozenset(model.eos_token_ids), forecast=forecast, composition=composition
         )
-        self.loop = StepLoop(scheduler, self._runner(pool, tables, mover, report), self.pulse)
+        runner = self._runner(pool, tables, mover, report)
+        check_outputs(model.source.name, runner, residency, limits, batch_invariant=config.batch_invariant)
+        self.loop = StepLoop(scheduler, runner, self.pulse)
         self.info = self._info(device, limits, num_blocks)
 
     def _pool_blocks(self, device: torch.device, report: ProgressCallback) -> int:
@@ -337,7 +344,7 @@ def check_config(config: EngineConfig) -> None:
         "max_num_batched_tokens": 1,
         "block_size": 1,
         "max_model_len": 2,
-        "kv_cache_tokens": 1,
+        "kv_cache_tokens": 2,
         "max_queued_requests": 1,
         "max_queued_tokens": 1,
         "num_threads": 1,
@@ -346,8 +353,30 @@ def check_config(config: EngineConfig) -> None:
         value = getattr(config, name)
         if value is not None and value < bound:
             raise ConfigurationError(f"{name} must be at least {bound}, not {value}")
+    size = config.block_size
+    if size > MOST_BLOCK_SIZE or size & (size - 1):
+        raise ConfigurationError(f"block_size must be a power of two of at most {MOST_BLOCK_SIZE}, not {size}")
+    if config.kv_cache_tokens is not None and config.kv_cache_tokens < size:
+        raise ConfigurationError(f"kv_cache_tokens {config.kv_cache_tokens} is less than one block of {size}")
     if not 0.0 < config.gpu_memory_utilization <= 1.0:
         raise ConfigurationError(f"gpu_memory_utilization must be in (0, 1], not {config.gpu_memory_utilization}")
+
+
+def check_outputs(
+    model: str, runner: Runner, residency: Residency, limits: SchedulerLimits, *, batch_invariant: bool
+) -> None:
+    """Runs one token through the model and raises ConfigurationError if nothing can be drawn behind it: weights that
+    are no numbers have the right shapes, and would fail every request."""
+    composition = SeparateSteps(limits.max_batched_tokens) if batch_invariant else None
+    scheduler = Scheduler(residency, limits, composition=composition)
+    scheduler.submit(GenerationRequest("start", [0], stop=StopCriteria(max_tokens=1), cache_bypass=True), 0.0)
+    plan = scheduler.plan(0.0)
+    if plan is None:
+        raise EngineError("an empty pool has no room for one token")
+    outcome = runner.launch(plan).wait()
+    scheduler.commit(plan, outcome, 0.0)
+    for problem in outcome.failures.values():
+        raise ConfigurationError(f"{model}: {problem}: its weights are damaged")
 
 
 def _block_mover(config: EngineConfig, pool: torch.Tensor) -> BlockMover:

@@ -70,15 +70,17 @@ def serve(
     dtype: Annotated[str, flag("--dtype", "auto, float32, bfloat16 or float16.")] = ENGINE.dtype,
     load_format: Annotated[LoadFormat, flag("--load-format", "How to read the weights.")] = ENGINE.load_format,
     max_model_len: Annotated[
-        int | None, flag("--max-model-len", "Context limit in tokens.", min=1)
+        int | None, flag("--max-model-len", "Context limit in tokens.", min=2)
     ] = ENGINE.max_model_len,
     max_num_seqs: Annotated[int, flag("--max-num-seqs", "Sequences in one step.", min=1)] = ENGINE.max_num_seqs,
     max_num_batched_tokens: Annotated[
         int | None, flag("--max-num-batched-tokens", "Token budget of one step.", min=1)
     ] = ENGINE.max_num_batched_tokens,
-    block_size: Annotated[int, flag("--block-size", "Tokens in a KV block.", min=1)] = ENGINE.block_size,
+    block_size: Annotated[
+        int, flag("--block-size", "Tokens in a KV block, a power of two; 16 on a GPU.", min=1, max=256)
+    ] = ENGINE.block_size,
     kv_cache_tokens: Annotated[
-        int | None, flag("--kv-cache-tokens", "KV pool in tokens; default: what fits.", min=1)
+        int | None, flag("--kv-cache-tokens", "KV pool in tokens; default: what fits.", min=2)
     ] = ENGINE.kv_cache_tokens,
     gpu_memory_utilization: Annotated[
         float, flag("--gpu-memory-utilization", "Share of GPU memory to claim.", min=0.01, max=1.0)
@@ -97,10 +99,16 @@ def serve(
     ] = ENGINE.enable_prefix_caching,
     allocator: Annotated[AllocatorKind, flag("--allocator", "Block allocator.")] = ENGINE.allocator,
     max_queued_requests: Annotated[
-        int, flag("--max-queued-requests", "Queue bound.", min=0)
+        int,
+        flag(
+            "--max-queued-requests", "Most requests that wait for others; those that slots are free for do not.", min=1
+        ),
     ] = ENGINE.max_queued_requests,
     max_queued_tokens: Annotated[
-        int, flag("--max-queued-tokens", "Queue bound in prompt tokens.", min=1)
+        int,
+        flag(
+            "--max-queued-tokens", "Most prompt tokens that wait; an empty queue takes one prompt of any length.", min=1
+        ),
     ] = ENGINE.max_queued_tokens,
     enforce_eager: Annotated[bool, flag("--enforce-eager", "No CUDA graphs.")] = ENGINE.enforce_eager,
     batch_invariant: Annotated[

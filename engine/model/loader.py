@@ -21,6 +21,8 @@ from engine.model.weights import SafetensorsSource
 from engine.ops import MAX_FIXED_PAIRS
 from engine.text.tokenizer import Tokenizer
 
+Report = Callable[[str], None]
+
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -40,28 +42,52 @@ class LoadedModel:
     sampled_vocab_size: int
 
 
-def load_model(config: EngineConfig, device: torch.device, report: Callable[[str], None] | None = None) -> LoadedModel:
-    """Reads, checks and places a model's weights. Raises ConfigurationError with one line.
+@dataclass(frozen=True)
+class OpenedModel:
+    """A model whose weights are not read yet, and how it is going to be served."""
 
-    `report` gets a line of text when a part of the work begins and at each tenth of the weights.
-    """
+    source: ModelSource
+    spec: ModelSpec
+    tensors: TensorSource
+    max_model_len: int
+    dtype: torch.dtype
+
+
+def open_model(config: EngineConfig, device: torch.device) -> OpenedModel:
+    """All checks that need no weights. Raises ConfigurationError with one line."""
     source = resolve(config.model)
-    report = report or (lambda _: None)
-    report(f"loading {source.name}")
     spec, tensors = _open(source, config)
     max_model_len = context_length(spec, config.max_model_len)
-    if spec.rope.kind == "longrope":
-        report(f"longrope: {'long' if max_model_len > spec.default_context else 'short'} factors, for every request")
     dtype = resolve_dtype(config.dtype, device)
     check_device(spec, device, dtype, config.block_size)
     if config.batch_invariant and device.type == "cuda":
         check_fixed_splits(spec, config.max_num_seqs)
-    weights = assemble(spec, tensors, device, dtype, _tenths(report))
+    return OpenedModel(source, spec, tensors, max_model_len, dtype)
+
+
+def load_model(config: EngineConfig, device: torch.device, report: Report | None = None) -> LoadedModel:
+    """Opens a model and reads its weights. Raises ConfigurationError with one line."""
+    return load_weights(open_model(config, device), config, device, report)
+
+
+def load_weights(
+    opened: OpenedModel, config: EngineConfig, device: torch.device, report: Report | None = None
+) -> LoadedModel:
+    """Places a model's weights on the device. Raises ConfigurationError with one line.
+
+    `report` gets a line of text when a part of the work begins and at each tenth of the weights; the first one once the
+    first weights are there, so that a model without them is one line.
+    """
+    source, spec, max_model_len = opened.source, opened.spec, opened.max_model_len
+    report = report or (lambda _: None)
+    weights = assemble(spec, opened.tensors, device, opened.dtype, _tenths(source.name, report))
+    if spec.rope.kind == "longrope":
+        report(f"longrope: {'long' if max_model_len > spec.default_context else 'short'} factors, for every request")
     decoder = Decoder(
         spec,
         weights,
         device,
-        dtype,
+        opened.dtype,
         max_tokens=max(config.step_tokens(device.type), config.max_num_seqs),
         max_logits=config.max_num_seqs,
         max_positions=max_model_len,
@@ -71,7 +97,7 @@ def load_model(config: EngineConfig, device: torch.device, report: Callable[[str
     return LoadedModel(spec, decoder, source, max_model_len, end_ids, sampled)
 
 
-def _vocabulary(spec: ModelSpec, source: ModelSource, report: Callable[[str], None]) -> tuple[frozenset[int], int]:
+def _vocabulary(spec: ModelSpec, source: ModelSource, report: Report) -> tuple[frozenset[int], int]:
     """Ids that end a text, and how many ids may be sampled."""
     if source.kind is SourceKind.DIRECTORY and not (source.path / "tokenizer.json").is_file():
         report(f"{source.path} has no tokenizer.json: every id of the vocabulary may be sampled")
@@ -80,13 +106,15 @@ def _vocabulary(spec: ModelSpec, source: ModelSource, report: Callable[[str], No
     return tokenizer.eos_token_ids | set(spec.eos_token_ids), min(tokenizer.size, spec.vocab_size)
 
 
-def _tenths(report: Callable[[str], None]) -> Progress:
-    """Turns counts into one line a tenth."""
+def _tenths(name: str, report: Report) -> Progress:
+    """Turns counts into one line a tenth, behind one with the model's name."""
     shown = -1
 
     def progress(done: int, total: int) -> None:
         nonlocal shown
         tenth = 10 * done // total
+        if shown < 0:
+            report(f"loading {name}")
         if tenth > shown:
             shown = tenth
             report(f"loading weights: {10 * tenth} %")

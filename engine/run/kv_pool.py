@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 
 from engine.config import EngineConfig
@@ -21,10 +23,7 @@ def cpu_pool_blocks(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, m
     """Usable blocks of a pool in main memory: as asked for, else room for every sequence within a GiB, and at least one
     full-length sequence."""
     if config.kv_cache_tokens is not None:
-        blocks = config.kv_cache_tokens // config.block_size
-        if blocks < 1:
-            raise ConfigurationError(f"kv_cache_tokens {config.kv_cache_tokens} is less than one block")
-        return blocks
+        return config.kv_cache_tokens // config.block_size
     wanted = min(
         config.max_num_seqs * min(max_model_len, _CPU_DEFAULT_TOKENS_PER_SEQUENCE),
         _CPU_DEFAULT_BYTES // bytes_per_token(spec, dtype),
@@ -66,6 +65,30 @@ def cuda_pool_blocks(
     return blocks
 
 
+def check_pool_size(
+    config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, max_model_len: int, device: torch.device
+) -> None:
+    """Refuses, before any weight is read, a pool that the machine could not hold if it held nothing else."""
+    if device.type == "cpu":
+        blocks, most = cpu_pool_blocks(config, spec, dtype, max_model_len), host_bytes()
+    elif config.kv_cache_tokens is None:
+        return
+    else:
+        blocks, most = config.kv_cache_tokens // config.block_size, torch.cuda.mem_get_info(device)[1]
+    if blocks * config.block_size * bytes_per_token(spec, dtype) > most:
+        raise _too_large(spec, blocks, config.block_size, dtype)
+
+
+def check_swap_space(config: EngineConfig) -> None:
+    if config.swap_space_gib * 2**30 > host_bytes():
+        raise ConfigurationError(f"swap_space_gib {config.swap_space_gib:g} is more than this host can hold")
+
+
+def host_bytes() -> int:
+    """Main memory of this machine."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
 def gib(count: int) -> str:
     return f"{count / 2**30:.2f} GiB"
 
@@ -79,7 +102,10 @@ def allocate_pool(
     try:
         return torch.empty(shape, dtype=dtype, device=device).zero_()
     except RuntimeError:  # torch's out-of-memory errors are of this kind
-        size = gib(num_blocks * block_size * bytes_per_token(spec, dtype))
-        raise ConfigurationError(
-            f"a KV cache of {num_blocks * block_size} tokens ({size}) cannot be allocated: lower kv_cache_tokens"
-        ) from None
+        raise _too_large(spec, num_blocks, block_size, dtype) from None
+
+
+def _too_large(spec: ModelSpec, num_blocks: int, block_size: int, dtype: torch.dtype) -> ConfigurationError:
+    tokens = num_blocks * block_size
+    size = gib(tokens * bytes_per_token(spec, dtype))
+    return ConfigurationError(f"a KV cache of {tokens} tokens ({size}) cannot be allocated: lower kv_cache_tokens")

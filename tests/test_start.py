@@ -1,0 +1,94 @@
+"""What an engine refuses to start with: from its configuration alone before anything is read, and damaged weights."""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import pytest
+
+from engine.config import EngineConfig
+from engine.engine import Engine, check_config
+from engine.errors import ConfigurationError
+from engine.types import GenerationRequest, StopCriteria
+from service.__main__ import serve as octavo_serve
+from service.config import ServiceConfig
+from service.serve import serve, with_flags
+from tests.model.tiny import write_tiny_model
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("start") / "m", "llama")
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"kv_cache_tokens": 15}, "kv_cache_tokens 15 is less than one block of 16"),
+        ({"kv_cache_tokens": 10**13}, r"a KV cache of 10000000000000 tokens \(.* GiB\) cannot be allocated"),
+        ({"swap_space_gib": 1e6}, r"swap_space_gib 1e\+06 is more than this host can hold"),
+        ({"max_model_len": 100_000}, "max_model_len 100000 is not in 1"),
+        ({"block_size": 24}, "block_size must be a power of two of at most 256, not 24"),
+        ({"block_size": 100_000}, "block_size must be a power of two of at most 256, not 100000"),
+        ({"dtype": "float16"}, "not supported on cpu: dtype float16"),
+    ],
+)
+def test_what_cannot_be_is_said_before_anything_is_loaded(tiny: Path, options: dict[str, Any], problem: str) -> None:
+    lines: list[str] = []
+    with pytest.raises(ConfigurationError, match=problem):
+        Engine(EngineConfig(model=str(tiny), num_threads=1, **options), lines.append)
+    assert lines == []
+
+
+def test_the_service_says_so_in_one_line(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = EngineConfig(model=str(tiny), num_threads=1, kv_cache_tokens=15)
+    assert asyncio.run(serve(config, ServiceConfig(port=0), in_process_engine=True)) == 2
+    assert capsys.readouterr().err == "octavo: --kv-cache-tokens 15 is less than one block of 16\n"
+
+
+def test_weights_that_are_no_numbers_are_not_served(tmp_path: Path) -> None:
+    path = write_tiny_model(tmp_path / "broken", "llama")
+    [weights] = path.glob("*.safetensors")
+    content = weights.read_bytes()
+    begin = 8 + struct.unpack("<Q", content[:8])[0]
+    weights.write_bytes(content[:begin] + b"\xff" * (len(content) - begin))
+    with pytest.raises(
+        ConfigurationError, match=r"^broken: the model gave non-finite logits: its weights are damaged$"
+    ):
+        Engine(EngineConfig(model=str(path), num_threads=1))
+
+
+@pytest.mark.parametrize("options", [{}, {"batch_invariant": True}, {"swap_space_gib": 0.001, "block_size": 1}])
+def test_the_check_of_the_outputs_leaves_no_trace(tiny: Path, options: dict[str, Any]) -> None:
+    engine = Engine(EngineConfig(model=str(tiny), num_threads=1, kv_cache_tokens=64, **options))
+    engine.scheduler.check_idle()
+    stats = engine.stats
+    assert (stats.step, stats.prompt_tokens, stats.generated_tokens, stats.finished_requests) == (0, 0, 0, 0)
+    assert (stats.free_blocks, stats.cached_blocks) == (engine.info.num_blocks, 0)
+    [result] = engine.generate([GenerationRequest("a", [0, 5], stop=StopCriteria(max_tokens=3, ignore_eos=True))])
+    assert len(result.token_ids) == 3
+
+
+def test_flags_and_checks_have_the_same_bounds() -> None:
+    seen = set()
+    for name, hint in get_type_hints(octavo_serve, include_extras=True).items():
+        least = next((option.min for option in getattr(hint, "__metadata__", ())), None)
+        if name not in EngineConfig.__struct_fields__ or not isinstance(least, int) or least < 1:
+            continue
+        seen.add(name)
+        check_config(EngineConfig(**{"block_size": 1, name: least}))
+        with pytest.raises(ConfigurationError, match=f"^{name} must be at least {least}, not {least - 1}$"):
+            check_config(EngineConfig(**{"block_size": 1, name: least - 1}))
+    assert {"max_queued_requests", "max_queued_tokens", "max_model_len", "block_size", "kv_cache_tokens"} <= seen
+
+
+def test_errors_name_the_flags() -> None:
+    assert with_flags("kv_cache_tokens 15 is less than one block of 16") == (
+        "--kv-cache-tokens 15 is less than one block of 16"
+    )
+    assert with_flags("/models/max_num_seqs/m: no block_size: lower max_model_len.") == (
+        "/models/max_num_seqs/m: no --block-size: lower --max-model-len."
+    )
