@@ -28,6 +28,7 @@ from engine.types import Grammar, GrammarKind
 
 TRIAL_SECONDS = 10.0  # by the clock; its processor time is less
 _START_SECONDS = 60.0
+_CLOSE_SECONDS = 2.0
 MAX_TEXT_BYTES = 1 << 18
 _CACHED = 256  # texts of at most some MB
 
@@ -76,8 +77,11 @@ class GrammarCompiler:
         return self.submit(Grammar(GrammarKind.JSON_OBJECT, ""))
 
     def close(self) -> None:
-        """Lets thread and process end once what was submitted is done. Nothing may be submitted any more."""
+        """Lets thread and process end once what was submitted is done, and waits a while for that: an interpreter that
+        ends takes a thread badly that is still at work. Nothing may be submitted any more."""
         self._jobs.put(None)
+        if self._thread is not None:
+            self._thread.join(_CLOSE_SECONDS)
 
     def _run(self) -> None:
         while self._take(self._jobs.get()):

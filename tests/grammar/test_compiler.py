@@ -444,3 +444,21 @@ def test_a_model_without_a_tokenizer_refuses_every_grammar() -> None:
             compiled(compiler, GrammarKind.REGEX, "a")
     finally:
         compiler.close()
+
+
+def test_closing_waits_until_thread_and_process_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that ends with the thread at work is aborted."""
+    compiler = GrammarCompiler(lambda: TOKENIZER, [EOS])
+    compiler.warm().result(timeout=60)
+    close, process = compiler._trial.close, compiler._trial._process
+
+    def late() -> None:
+        time.sleep(0.2)
+        close()
+
+    monkeypatch.setattr(compiler._trial, "close", late)
+    compiler.close()
+    assert process is not None
+    assert process.poll() is not None
+    assert compiler._thread is not None
+    assert not compiler._thread.is_alive()
