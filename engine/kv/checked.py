@@ -122,15 +122,15 @@ class CheckedBlockAllocator:
         return result
 
     def _both(self, call: str, act: Callable[[BlockAllocator], Result]) -> Result:
-        result, error = self._outcome(call, act)
+        result, error = self._agreed(call, act)
         self._compare_counts(call)
         return _given(result, error)
 
     def _answer(self, call: str, act: Callable[[BlockAllocator], Result]) -> Result:
         """Of a question, which changes no counts."""
-        return _given(*self._outcome(call, act))
+        return _given(*self._agreed(call, act))
 
-    def _outcome(self, call: str, act: Callable[[BlockAllocator], Result]) -> tuple[Result | None, Exception | None]:
+    def _agreed(self, call: str, act: Callable[[BlockAllocator], Result]) -> tuple[Result | None, Exception | None]:
         """What both returned, or how both refused."""
         result, error = _outcome(act, self._subject)
         expected, expected_error = _outcome(act, self._oracle)
