@@ -149,6 +149,8 @@ class RecordingDecodeOps:
 class Weightless:
     """What the fused matmuls read of a layer's weights."""
 
+    nbytes = 0
+
     def __getattr__(self, name: str) -> Any:
         return Weightless()
 
