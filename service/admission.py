@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 from engine import EngineState, QueueFill, too_late
 from service.replica import Replica
@@ -74,15 +75,13 @@ class Admission:
     def _full(self, priority: int) -> Failure | None:
         """Refuses without a step, which may take longer than a client should wait for a no. The engine's queue
         is as its newest frame has it."""
-        info, fill, live = self._replica.info, self._fill, len(self._replica.live)
-        if self._makes_room(priority):
+        fill = self._fill
+        # Those that the newest frame does not know of yet wait, too, if slots do not suffice for them.
+        beyond = len(self._replica.live) - self._replica.info.max_num_seqs
+        fill = replace(fill, requests=max(fill.requests, beyond))
+        if self._makes_room(priority) or fill.requests < fill.max_requests:
             return None
-        if fill.requests >= fill.max_requests:
-            return self._queue_full(fill, fill.wording)
-        if live >= info.max_num_seqs + fill.max_requests:
-            most = f"at most {info.max_num_seqs} run and {fill.max_requests} wait"
-            return self._queue_full(fill, f"{live} requests are here, of which {most}")
-        return None
+        return self._queue_full(fill, fill.wording)
 
     def _queue_without_room(self, priority: int, prompt_tokens: int) -> Failure | None:
         """Of one whose number is no hindrance."""

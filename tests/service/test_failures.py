@@ -61,6 +61,8 @@ async def test_queue_full_unary() -> None:
         assert status.code is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert status.reason == "QUEUE_FULL"
         assert status.pushback_ms == round(status.retry_seconds * 1000) > 0
+        served.engine.stats_overrides = {"queued_requests": 0}  # as an older frame had it
+        assert (await refusal(served, start())).metadata["waiting_requests"] == "1"
         stream.call.cancel()
 
 
