@@ -15,9 +15,9 @@ Int32Array = NDArray[np.int32]
 
 # What a mask may cost is the library's to bound, by work it counts (checker.parser_limits): the same on every machine
 # and in any company. This much processor time, which so much a mask pays back, only ends what hangs all the same:
-# common grammars take 0.03 ms a mask, ambiguous ones at the limits some 20.
+# common grammars take 0.03 ms a mask, ambiguous ones at the limits mostly 1 to 2, some 20 at most.
 BACKSTOP_SECONDS = 5.0
-BACKSTOP_SECONDS_A_MASK = 0.05
+BACKSTOP_SECONDS_A_MASK = 0.02
 
 
 class GrammarConstraint:

@@ -347,7 +347,7 @@ def test_a_grammar_that_costs_too_much_to_follow_ends_and_says_so(
     """It compiles at once, but each mask takes more work than the last. The end is told by work: it comes at the same
     token however long that takes."""
     ends = list[int]()
-    for seconds_a_look in (0.0, 0.04):
+    for seconds_a_look in (0.0, 0.03):
         monkeypatch.setattr("engine.grammar.constraint.time", clock_that_advances(seconds_a_look))
         constraint = compiled(compiler, kind, text).copy()
         ends.append(followed_to_its_end(constraint, 1000))
