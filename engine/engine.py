@@ -27,7 +27,14 @@ from engine.model.loader import load_weights, open_model
 from engine.pulse import Pulse
 from engine.run.block_moves import BlockMover
 from engine.run.cuda_runner import GRAPH_BYTES, CudaRunner, profile_largest_step
-from engine.run.kv_pool import allocate_pool, check_pool_size, check_swap_space, cpu_pool_blocks, cuda_pool_blocks
+from engine.run.kv_pool import (
+    allocate_pool,
+    check_pool_size,
+    check_swap_space,
+    cpu_pool_blocks,
+    cuda_pool_blocks,
+    swap_too_large,
+)
 from engine.run.runner import EagerRunner
 from engine.schedule.admission import SchedulerLimits
 from engine.schedule.composition import SeparateSteps
@@ -383,7 +390,7 @@ def _block_mover(config: EngineConfig, pool: torch.Tensor) -> BlockMover:
     try:
         return BlockMover(pool, int(config.swap_space_gib * 2**30) // pool[0].nbytes)
     except RuntimeError:
-        raise ConfigurationError(f"swap_space_gib {config.swap_space_gib:g} is more than this host can hold") from None
+        raise swap_too_large(config) from None
 
 
 def set_threads(config: EngineConfig, device: torch.device) -> None:

@@ -81,7 +81,11 @@ def check_pool_size(
 
 def check_swap_space(config: EngineConfig) -> None:
     if config.swap_space_gib * 2**30 > host_bytes():
-        raise ConfigurationError(f"swap_space_gib {config.swap_space_gib:g} is more than this host can hold")
+        raise swap_too_large(config)
+
+
+def swap_too_large(config: EngineConfig) -> ConfigurationError:
+    return ConfigurationError(f"swap_space_gib {config.swap_space_gib:g} is more than this host can hold")
 
 
 def host_bytes() -> int:

@@ -61,13 +61,19 @@ def test_nobody_gives_way_to_an_equal_or_without_having_said_so(waiting: tuple[i
     ]
 
 
-def test_as_many_give_way_as_prompt_tokens_need_and_none_in_vain() -> None:
+def full_of_tokens() -> StepLoop:
+    """One runs; three of a priority below 0 wait, with the 12 prompt tokens that may."""
     loop = make_loop(num_blocks=100, max_num_seqs=1, max_queued_tokens=12)
     loop.scheduler.submit(request("runs", [1] * 4, 4), 0.0)
     loop.step()
     for index in range(3):
         loop.scheduler.submit(request(str(index), [1] * 4, 4, priority=-1), 0.0)
     loop.scheduler.take_events()
+    return loop
+
+
+def test_as_many_give_way_as_prompt_tokens_need_and_none_in_vain() -> None:
+    loop = full_of_tokens()
     assert shed_in(come(loop, 0, prompt=8)) == ["2", "1"]
     [refused] = come(loop, 1, prompt=13, name="another")  # for which all would have to go, and the first newcomer stays
     assert isinstance(refused, RequestFailed)
@@ -76,12 +82,7 @@ def test_as_many_give_way_as_prompt_tokens_need_and_none_in_vain() -> None:
 
 def test_all_give_way_to_one_prompt_beyond_the_bound() -> None:
     """An empty queue takes it."""
-    loop = make_loop(num_blocks=100, max_num_seqs=1, max_queued_tokens=12)
-    loop.scheduler.submit(request("runs", [1] * 4, 4), 0.0)
-    loop.step()
-    for index in range(3):
-        loop.scheduler.submit(request(str(index), [1] * 4, 4, priority=-1), 0.0)
-    loop.scheduler.take_events()
+    loop = full_of_tokens()
     assert shed_in(come(loop, 0, prompt=13)) == ["2", "1", "0"]
 
 
