@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from itertools import chain
 
 from engine.schedule.residency import Residency
-from engine.schedule.sequence import Phase, Sequence
+from engine.schedule.sequence import Sequence
 
 _MOST_BEGINNINGS = 1 << 18  # of so many blocks' ends the hashes are kept
 
@@ -32,16 +32,12 @@ class QueuedWork:
         for sequence in chain(resident, waiting):
             key = sequence.group.order, sequence.candidate
             own = tokens[key] = known[key] if key in known else self._look_at(sequence)
-            if own <= most and sequence.group.request.priority >= priority and self._is_new(sequence):
+            if own <= most and sequence.group.request.priority >= priority and sequence.awaits_first_turn:
                 total += own
         self._tokens = tokens
         if not tokens:
             self._seen.clear()
         return total
-
-    def _is_new(self, sequence: Sequence) -> bool:
-        """Waits for its first turn: what was preempted may be found where it was left."""
-        return sequence.phase is Phase.WAITING and not sequence.preemptions
 
     def _look_at(self, sequence: Sequence) -> int:
         request = sequence.group.request

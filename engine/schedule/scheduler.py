@@ -365,7 +365,7 @@ class Scheduler:
 
     def _expected_found(self, sequence: Sequence) -> int:
         """How many tokens of a prompt that waits for its first turn will then be there already."""
-        if sequence.phase is not Phase.WAITING or sequence.preemptions:
+        if not sequence.awaits_first_turn:
             return 0
         return self._prompts.found(sequence.num_prompt) if self.residency.reads_cache(sequence.group.request) else 0
 

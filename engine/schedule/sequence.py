@@ -79,6 +79,11 @@ class Sequence:
         return len(self.token_ids) + self.num_pending
 
     @property
+    def awaits_first_turn(self) -> bool:
+        """Has not run yet. Of one that was preempted something may be found where it was left."""
+        return self.phase is Phase.WAITING and not self.preemptions
+
+    @property
     def queued_prompt(self) -> int:
         """Tokens of its prompt that it adds to a queue: candidates that share one count it once."""
         return 0 if self.shares_prompt else self.num_prompt
