@@ -359,14 +359,17 @@ def check_config(config: EngineConfig) -> None:
     for name, bound in least.items():
         value = getattr(config, name)
         if value is not None and value < bound:
-            raise ConfigurationError(f"{name} must be at least {bound}, not {value}")
+            raise ConfigurationError(f"{name} must be at least {bound}, not {value}", name)
     size = config.block_size
     if size > MOST_BLOCK_SIZE or size & (size - 1):
-        raise ConfigurationError(f"block_size must be a power of two of at most {MOST_BLOCK_SIZE}, not {size}")
+        problem = f"block_size must be a power of two of at most {MOST_BLOCK_SIZE}, not {size}"
+        raise ConfigurationError(problem, "block_size")
     if config.kv_cache_tokens is not None and config.kv_cache_tokens < size:
-        raise ConfigurationError(f"kv_cache_tokens {config.kv_cache_tokens} is less than one block of {size}")
+        problem = f"kv_cache_tokens {config.kv_cache_tokens} is less than one block of {size}"
+        raise ConfigurationError(problem, "kv_cache_tokens")
     if not 0.0 < config.gpu_memory_utilization <= 1.0:
-        raise ConfigurationError(f"gpu_memory_utilization must be in (0, 1], not {config.gpu_memory_utilization}")
+        problem = f"gpu_memory_utilization must be in (0, 1], not {config.gpu_memory_utilization}"
+        raise ConfigurationError(problem, "gpu_memory_utilization")
 
 
 def check_outputs(
@@ -400,7 +403,7 @@ def set_threads(config: EngineConfig, device: torch.device) -> None:
         try:
             _runtime.set_num_threads(config.num_threads or len(os.sched_getaffinity(0)))
         except _runtime.OpError as error:
-            raise ConfigurationError(f"num_threads {config.num_threads}: {error}") from None
+            raise ConfigurationError(f"num_threads {config.num_threads}: {error}", "num_threads") from None
 
 
 def choose_device(device: Device) -> torch.device:

@@ -8,7 +8,12 @@ class EngineError(Exception):
 
 
 class ConfigurationError(EngineError):
-    """The engine cannot start as asked: unknown path, architecture, quantisation, damaged file, too little memory."""
+    """The engine cannot start as asked: unknown path, architecture, quantisation, damaged file, too little memory.
+    `settings`: the fields of EngineConfig that the message names, for those who call them otherwise."""
+
+    def __init__(self, message: str, *settings: str) -> None:
+        super().__init__(message)
+        self.settings = settings
 
 
 class InvalidRequestError(EngineError):

@@ -21,7 +21,7 @@ from engine import wire
 from engine.client import EngineState, EventSink
 from engine.config import EngineConfig
 from engine.dispatch import CacheListener, Dispatcher, StatsListener
-from engine.errors import ConfigurationError, EngineDiedError, EngineError
+from engine.errors import EngineDiedError, EngineError
 from engine.socket_folder import SocketFolder
 from engine.types import CachePiece, EngineInfo, EngineStats, FailureKind, GenerationRequest
 
@@ -178,8 +178,7 @@ class ProcessEngineClient:
                     self._dispatcher.stats = EngineStats(heartbeat=time.monotonic())
                     self._resolve(report.info)
                 case wire.StartFailed():
-                    error = ConfigurationError if report.configuration else EngineError
-                    self._resolve(error(report.message))
+                    self._resolve(report.error)
 
     async def _watch(self) -> None:
         process = self._process

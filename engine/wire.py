@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from engine.errors import ConfigurationError, EngineError
 from engine.types import EngineInfo, GenerationRequest, StepFrame
 
 
@@ -44,10 +45,15 @@ class Started(msgspec.Struct, frozen=True, tag="started"):
 
 
 class StartFailed(msgspec.Struct, frozen=True, tag="start_failed"):
-    """`configuration`: the user can mend it; else it is a fault of ours."""
+    """`configuration`: the user can mend it; else it is a fault of ours. `settings`: as ConfigurationError has them."""
 
     message: str
     configuration: bool
+    settings: tuple[str, ...] = ()
+
+    @property
+    def error(self) -> EngineError:
+        return ConfigurationError(self.message, *self.settings) if self.configuration else EngineError(self.message)
 
 
 class Beat(msgspec.Struct, frozen=True, tag="beat"):

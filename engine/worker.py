@@ -51,9 +51,11 @@ def _run(socket: zmq.Socket[bytes], send: Callable[[wire.Report], None], config_
         config = msgspec.json.decode(config_json, type=EngineConfig)
         engine = create(config, lambda message: send(wire.Progress(message)))
     except Exception as error:
-        known = isinstance(error, ConfigurationError)
-        send(wire.StartFailed(str(error) if known else f"{type(error).__name__}: {error}", known))
-        return 2 if known else 1
+        if isinstance(error, ConfigurationError):
+            send(wire.StartFailed(str(error), True, error.settings))
+            return 2
+        send(wire.StartFailed(f"{type(error).__name__}: {error}", False))
+        return 1
     keep_loaded()
     send(wire.Started(engine.info))
     try:

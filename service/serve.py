@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import re
 import signal
 import sys
 from collections.abc import Callable
@@ -28,11 +27,6 @@ from service.supervise import SupervisedEngine, kill_process
 from service.tracing import check_traces
 
 LOGGER = logging.getLogger(__name__)
-
-# As a word, and no part of a path.
-_SETTINGS = re.compile(
-    rf"(?<![\w/.-])(?:{'|'.join(name for name in EngineConfig.__struct_fields__ if '_' in name)})(?![\w/-])"
-)
 
 EXIT_OK = 0
 EXIT_FAULT = 1
@@ -64,7 +58,7 @@ async def serve(engine_config: EngineConfig, service_config: ServiceConfig, *, i
         check_ports(service_config)
         tokenizer = await asyncio.to_thread(load_tokenizer, engine_config.model)
     except ConfigurationError as error:
-        return _fail(with_flags(str(error)), EXIT_CONFIGURATION)
+        return _fail(with_flags(error), EXIT_CONFIGURATION)
     engine = SupervisedEngine(
         lambda: create_engine_client(engine_config, in_process=in_process_engine, progress=_progress),
         restart=service_config.restart_engine,
@@ -87,7 +81,7 @@ async def serve_engine(engine: EngineClient, tokenizer: Tokenizer, config: Servi
         await server.start()
     except ConfigurationError as error:
         await engine.stop()
-        return _fail(with_flags(str(error)), EXIT_CONFIGURATION)
+        return _fail(with_flags(error), EXIT_CONFIGURATION)
     except EngineError as error:
         await engine.stop()
         return _fail(str(error), EXIT_FAULT)
@@ -140,9 +134,17 @@ def run(main: Callable[[], object]) -> int:
     return uvloop.run(main())  # type: ignore[arg-type]
 
 
-def with_flags(message: str) -> str:
-    """An error of the engine's configuration, with the names that its settings have on the command line."""
-    return _SETTINGS.sub(lambda name: "--" + name.group().replace("_", "-"), message)
+def with_flags(error: ConfigurationError) -> str:
+    """The error's message, with the names that the settings it speaks of have on the command line."""
+    message = str(error)
+    for setting in error.settings:
+        message = message.replace(setting, flag_of(setting))
+    return message
+
+
+def flag_of(setting: str) -> str:
+    """What a field of EngineConfig is called on the command line."""
+    return "--" + setting.replace("_", "-")
 
 
 def _progress(message: str) -> None:

@@ -274,6 +274,15 @@ async def test_a_model_that_is_not_there_is_one_line(in_process: bool) -> None:
     await client.stop()
 
 
+@pytest.mark.parametrize("in_process", [True, False])
+async def test_a_configuration_that_cannot_be_names_its_setting(in_process: bool) -> None:
+    client = create_engine_client(EngineConfig(model="/nowhere", block_size=24), in_process=in_process)
+    with pytest.raises(ConfigurationError, match="block_size") as caught:
+        await client.start()
+    assert caught.value.settings == ("block_size",)
+    await client.stop()
+
+
 _PARENT = """
 import asyncio, sys
 from engine import EngineConfig, create_engine_client

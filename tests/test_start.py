@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import struct
 from pathlib import Path
 from typing import Any, get_type_hints
 
 import pytest
+import typer
 
 from engine.config import EngineConfig
 from engine.engine import Engine, check_config
 from engine.errors import ConfigurationError
 from engine.types import GenerationRequest, StopCriteria
+from service.__main__ import app
 from service.__main__ import serve as octavo_serve
 from service.config import ServiceConfig
-from service.serve import serve, with_flags
+from service.serve import flag_of, serve, with_flags
 from tests.model.tiny import write_tiny_model
 
 
@@ -27,19 +30,25 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("options", "problem"),
     [
-        ({"kv_cache_tokens": 15}, "kv_cache_tokens 15 is less than one block of 16"),
-        ({"kv_cache_tokens": 10**13}, r"a KV cache of 10000000000000 tokens \(.* GiB\) cannot be allocated"),
-        ({"swap_space_gib": 1e6}, r"swap_space_gib 1e\+06 is more than this host can hold"),
-        ({"max_model_len": 100_000}, "max_model_len 100000 is not in 1"),
-        ({"block_size": 24}, "block_size must be a power of two of at most 256, not 24"),
-        ({"block_size": 100_000}, "block_size must be a power of two of at most 256, not 100000"),
+        ({"kv_cache_tokens": 15}, "--kv-cache-tokens 15 is less than one block of 16"),
+        (
+            {"kv_cache_tokens": 10**13},
+            r"a KV cache of 10000000000000 tokens \(.* GiB\) cannot be allocated: lower --kv-cache-tokens",
+        ),
+        ({"swap_space_gib": 1e6}, r"--swap-space-gib 1e\+06 is more than this host can hold"),
+        ({"max_model_len": 100_000}, "--max-model-len 100000 is not in 1"),
+        ({"block_size": 24}, "--block-size must be a power of two of at most 256, not 24"),
+        ({"block_size": 100_000}, "--block-size must be a power of two of at most 256, not 100000"),
+        ({"gpu_memory_utilization": 0.0}, r"--gpu-memory-utilization must be in \(0, 1\], not 0\.0"),
+        ({"num_threads": 10**6}, "--num-threads 1000000: "),
         ({"dtype": "float16"}, "not supported on cpu: dtype float16"),
     ],
 )
 def test_what_cannot_be_is_said_before_anything_is_loaded(tiny: Path, options: dict[str, Any], problem: str) -> None:
     lines: list[str] = []
-    with pytest.raises(ConfigurationError, match=problem):
-        Engine(EngineConfig(model=str(tiny), num_threads=1, **options), lines.append)
+    with pytest.raises(ConfigurationError) as caught:
+        Engine(EngineConfig(**{"model": str(tiny), "num_threads": 1, **options}), lines.append)
+    assert re.match(problem, with_flags(caught.value))
     assert lines == []
 
 
@@ -85,10 +94,15 @@ def test_flags_and_checks_have_the_same_bounds() -> None:
     assert {"max_queued_requests", "max_queued_tokens", "max_model_len", "block_size", "kv_cache_tokens"} <= seen
 
 
-def test_errors_name_the_flags() -> None:
-    assert with_flags("kv_cache_tokens 15 is less than one block of 16") == (
-        "--kv-cache-tokens 15 is less than one block of 16"
-    )
-    assert with_flags("/models/max_num_seqs/m: no block_size: lower max_model_len.") == (
-        "/models/max_num_seqs/m: no --block-size: lower --max-model-len."
-    )
+def test_errors_name_the_flags_of_the_settings_that_they_speak_of() -> None:
+    spoken = ConfigurationError("block_size 8: lower max_model_len", "block_size", "max_model_len")
+    assert with_flags(spoken) == "--block-size 8: lower --max-model-len"
+    other = ConfigurationError("/models/max_num_seqs/m: no such model directory")
+    assert with_flags(other) == "/models/max_num_seqs/m: no such model directory"
+
+
+def test_every_setting_of_the_engine_has_its_flag() -> None:
+    parameters = typer.main.get_command(app).commands["serve"].params  # type: ignore[attr-defined]
+    flags = {parameter.name: parameter.opts[0] for parameter in parameters}
+    for setting in EngineConfig.__struct_fields__:
+        assert flags[setting] == flag_of(setting)

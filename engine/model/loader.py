@@ -133,12 +133,13 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
 
 def check_device(spec: ModelSpec, device: torch.device, dtype: torch.dtype, block_size: int) -> None:
     """Refuses what the device's kernels were not made for."""
+    if device.type == "cuda" and block_size != 16:
+        raise ConfigurationError(f"not supported on cuda: block_size {block_size} (16 is)", "block_size")
     group = spec.q_heads // spec.kv_heads
     if device.type == "cuda":
         limits = {
             f"head_dim {spec.head_dim} (64, 80, 96 and 128 are)": spec.head_dim in (64, 80, 96, 128),
             f"{group} query heads a KV head (up to 8 are)": group <= 8,
-            f"block_size {block_size} (16 is)": block_size == 16,
             "dtype float32 (bfloat16 and float16 are)": dtype != torch.float32,
         }
     else:
@@ -157,7 +158,8 @@ def check_fixed_splits(spec: ModelSpec, max_num_seqs: int) -> None:
     if max_num_seqs > most:
         raise ConfigurationError(
             f"batch_invariant on cuda serves at most {most} sequences of {spec.kv_heads} KV heads;"
-            f" max_num_seqs is {max_num_seqs}"
+            f" max_num_seqs is {max_num_seqs}",
+            *("batch_invariant", "max_num_seqs"),
         )
 
 
@@ -165,11 +167,13 @@ def context_length(spec: ModelSpec, asked: int | None) -> int:
     """The context to serve: what was asked for, if the model allows it."""
     length = spec.default_context if asked is None else asked
     if length < 1 or length > spec.position_limit:
-        raise ConfigurationError(f"max_model_len {length} is not in 1..{spec.position_limit}, the model's limit")
+        problem = f"max_model_len {length} is not in 1..{spec.position_limit}, the model's limit"
+        raise ConfigurationError(problem, "max_model_len")
     if spec.attention_window is not None and length > spec.attention_window:
         raise ConfigurationError(
             f"sliding-window attention ({spec.attention_window} tokens) is not supported:"
-            f" serve it within the window with max_model_len {spec.attention_window}"
+            f" serve it within the window with max_model_len {spec.attention_window}",
+            "max_model_len",
         )
     return length
 

@@ -52,7 +52,8 @@ def cuda_pool_blocks(
         if asked > blocks:
             raise ConfigurationError(
                 f"kv_cache_tokens {config.kv_cache_tokens} needs {gib(asked * block_bytes)}, but {gib(budget)} is left"
-                f" of {gib(total_bytes)} at gpu_memory_utilization {config.gpu_memory_utilization}"
+                f" of {gib(total_bytes)} at gpu_memory_utilization {config.gpu_memory_utilization}",
+                *("kv_cache_tokens", "gpu_memory_utilization"),
             )
         return asked
     needed = -(-max_model_len // config.block_size)
@@ -60,7 +61,8 @@ def cuda_pool_blocks(
         raise ConfigurationError(
             f"one sequence of max_model_len {max_model_len} needs {gib(needed * block_bytes)} of KV cache, but"
             f" {gib(budget)} is left of {gib(total_bytes)} at gpu_memory_utilization {config.gpu_memory_utilization}:"
-            f" {gib(used_bytes)} hold weights and activations, {gib(graph_bytes)} are for graphs"
+            f" {gib(used_bytes)} hold weights and activations, {gib(graph_bytes)} are for graphs",
+            *("max_model_len", "gpu_memory_utilization"),
         )
     return blocks
 
@@ -85,7 +87,8 @@ def check_swap_space(config: EngineConfig) -> None:
 
 
 def swap_too_large(config: EngineConfig) -> ConfigurationError:
-    return ConfigurationError(f"swap_space_gib {config.swap_space_gib:g} is more than this host can hold")
+    problem = f"swap_space_gib {config.swap_space_gib:g} is more than this host can hold"
+    return ConfigurationError(problem, "swap_space_gib")
 
 
 def host_bytes() -> int:
@@ -112,4 +115,5 @@ def allocate_pool(
 def _too_large(spec: ModelSpec, num_blocks: int, block_size: int, dtype: torch.dtype) -> ConfigurationError:
     tokens = num_blocks * block_size
     size = gib(tokens * bytes_per_token(spec, dtype))
-    return ConfigurationError(f"a KV cache of {tokens} tokens ({size}) cannot be allocated: lower kv_cache_tokens")
+    problem = f"a KV cache of {tokens} tokens ({size}) cannot be allocated: lower kv_cache_tokens"
+    return ConfigurationError(problem, "kv_cache_tokens")
