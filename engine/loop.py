@@ -97,16 +97,17 @@ class StepLoop:
     def stats(self) -> EngineStats:
         scheduler, counters = self.scheduler, self.scheduler.counters
         self._estimate_delay()
-        allocator, running = scheduler.tables.allocator, scheduler.num_running_requests
-        starting_requests, starting_tokens = scheduler.starting
+        queue, waiting, waiting_time = scheduler.queue, scheduler.sequences.waiting, scheduler.waiting_time
+        starting_requests, starting_tokens = queue.starting
+        allocator, running = scheduler.tables.allocator, queue.num_running_requests
         return EngineStats(
             step=self.steps,
             heartbeat=time.monotonic(),
             progressed=self.pulse.at,
             running_requests=running,
-            queued_requests=scheduler.num_requests - running,
-            queued_prompt_tokens=scheduler.queued_prompt_tokens,
-            queued_uncached_tokens=scheduler.queued_uncached_tokens,
+            queued_requests=len(scheduler.requests) - running,
+            queued_prompt_tokens=waiting.prompt_tokens,
+            queued_uncached_tokens=waiting_time.queued_uncached_tokens,
             starting_requests=starting_requests,
             starting_prompt_tokens=starting_tokens,
             free_blocks=allocator.num_free,
@@ -121,10 +122,10 @@ class StepLoop:
             prefill_tokens_per_second=self._prefill_rate,
             decode_tokens_per_second=self._decode_rate,
             last_step_seconds=self._last_step_seconds,
-            queue_delay_seconds=scheduler.queue_delay,
-            least_delay_seconds=scheduler.least_delay,
+            queue_delay_seconds=waiting_time.queue_delay,
+            least_delay_seconds=waiting_time.least_delay,
             integrity_errors=self._integrity_errors,
-            least_priority=scheduler.least_priority,
+            least_priority=waiting.least_priority,
         )
 
     def _check_drained(self) -> None:
@@ -147,7 +148,7 @@ class StepLoop:
         prefill = sum(entry.count for entry in takewhile(_is_chunk, reversed(plan.scheduled)))
         rate = (prefill or len(plan.scheduled)) / max(seconds, 1e-9)
         if prefill:
-            self.scheduler.prefill.observe(prefill, seconds, time.monotonic())
+            self.scheduler.waiting_time.prefill.observe(prefill, seconds, time.monotonic())
             self._prefill_rate += (rate - self._prefill_rate) * (_RATE_SMOOTHING if self._prefill_rate else 1.0)
             self.scheduler.residency.cost.prefill_rate = self._prefill_rate
         elif plan.scheduled:  # some steps only move blocks
@@ -159,4 +160,4 @@ class StepLoop:
         now = time.monotonic()
         if now - self._estimated_at >= _ESTIMATE_SECONDS or not self.has_work:
             self._estimated_at = now
-            self.scheduler.estimate_delay(Pace(self._prefill_rate, self._decode_step_seconds))
+            self.scheduler.waiting_time.estimate(Pace(self._prefill_rate, self._decode_step_seconds))

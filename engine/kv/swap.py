@@ -5,8 +5,6 @@ from __future__ import annotations
 from engine.errors import OutOfBlocksError
 from engine.kv.allocator import BlockAllocator
 
-Pairs = list[tuple[int, int]]
-
 
 class SwapSpace:
     """Ids only; the copies are the runner's. They run in the order they were planned, so a host block may be handed out

@@ -7,11 +7,13 @@ so at any moment only those still running count.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass, field
 
 import numpy as np
 
+from engine.kv.block_table import BlockTables
 from engine.schedule.sequence import Sequence
 
 _SMOOTHING = 0.05
@@ -83,6 +85,17 @@ class Demand:
     live: int  # tokens of live blocks at the start of the plan
     _held: list[int] = field(default_factory=list)
     _remaining: list[int] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, forecast: OutputForecast | None, tables: BlockTables, resident: Iterable[Sequence]) -> Demand | None:
+        """Of the sequences that hold blocks; None without a forecast."""
+        if forecast is None:
+            return None
+        size, allocator = tables.block_size, tables.allocator
+        demand = cls(forecast, allocator.num_blocks * size, size, allocator.num_live * size)
+        for sequence in resident:
+            demand.add(sequence)
+        return demand
 
     def add(self, sequence: Sequence) -> None:
         """Counts a sequence that runs."""

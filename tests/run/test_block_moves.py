@@ -263,7 +263,7 @@ def test_a_sequence_on_its_way_in_may_be_cancelled() -> None:
         loop, events, gone = crowd(seed), [], ""
         while loop.has_work:
             events += loop.step().events
-            arriving = loop.scheduler._arriving  # no public way tells who is on the way
+            arriving = loop.scheduler.sequences.arriving
             if arriving and not gone:
                 gone = arriving[0].group.request_id
                 loop.scheduler.cancel(gone, 0.0)
@@ -279,13 +279,13 @@ def test_a_sequence_on_its_way_in_may_have_to_leave_again() -> None:
     """The last to come is the first to yield, also before it has arrived."""
     loop = crowd(0)
     scheduler = loop.scheduler
-    while not scheduler._arriving:
+    while not scheduler.sequences.arriving:
         loop.step()
-    sequence = scheduler._arriving[0]
+    sequence = scheduler.sequences.arriving[0]
     before = sequence.preemptions
     scheduler.residency.begin_plan()
     scheduler._preempt(sequence)  # as the plan does that finds no blocks
-    assert (sequence.preemptions, sequence.phase, scheduler._arriving) == (before + 1, Phase.WAITING, [])
+    assert (sequence.preemptions, sequence.phase, scheduler.sequences.arriving) == (before + 1, Phase.WAITING, [])
     moves = scheduler.residency.end_plan()
     assert [source for source, _ in moves.out]
     loop.runner.launch(StepPlan(1000, [], [], moves))

@@ -158,7 +158,7 @@ def run_to_end(loop: StepLoop, max_steps: int = 10_000) -> list[Event]:
 def preempt(loop: StepLoop, name: str, candidate: int = 0) -> None:
     """Makes a running candidate yield now, wherever it is, as a plan without blocks would."""
     scheduler, key = loop.scheduler, (name, candidate)
-    [sequence] = [one for one in scheduler._running if (one.group.request_id, one.candidate) == key]
+    [sequence] = [one for one in scheduler.sequences.running if (one.group.request_id, one.candidate) == key]
     scheduler.residency.begin_plan()
     scheduler._preempt(sequence)
     moves = scheduler.residency.end_plan()

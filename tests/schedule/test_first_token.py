@@ -18,7 +18,7 @@ NUMBERS = itertools.count()
 
 def loop_of_ten_tokens_a_second(**options: object) -> StepLoop:
     loop = make_loop(num_blocks=100, **options)  # type: ignore[arg-type]
-    loop.scheduler.prefill.observe(16, 1.6, 0.0)
+    loop.scheduler.waiting_time.prefill.observe(16, 1.6, 0.0)
     return loop
 
 
@@ -45,7 +45,7 @@ def test_so_do_prompts_that_run() -> None:
     loop = loop_of_ten_tokens_a_second(max_batched_tokens=16)
     answer(loop, "runs", LONG)
     assert loop.scheduler.plan(0.0) is not None
-    left = sum(sequence.num_uncomputed for sequence in loop.scheduler._running)
+    left = sum(sequence.num_uncomputed for sequence in loop.scheduler.sequences.running)
     assert left > 1
     assert estimate(answer(loop, "late", [99] * 10, deadline=0.9)) == 100 * left + 1000
 
@@ -65,11 +65,11 @@ def test_of_separate_steps_what_is_fed_in_again_delays_no_prompt() -> None:
     for _ in range(30):
         loop.step()
     loop.scheduler.take_events()
-    loop.scheduler.prefill = PrefillBound(16)
-    loop.scheduler.prefill.observe(16, 1.6, 0.0)
+    loop.scheduler.waiting_time.prefill = PrefillBound(16)
+    loop.scheduler.waiting_time.prefill.observe(16, 1.6, 0.0)
     preempt(loop, "again")
     assert loop.scheduler.plan(0.0) is not None  # the first chunk of two
-    [again] = loop.scheduler._running
+    [again] = loop.scheduler.sequences.running
     assert again.num_uncomputed > 20
     assert estimate(answer(loop, "late", [99] * 10, deadline=1.3)) == 1400
     assert isinstance(answer(loop, "in time", [99] * 10, deadline=1.5), Admitted)
@@ -77,7 +77,7 @@ def test_of_separate_steps_what_is_fed_in_again_delays_no_prompt() -> None:
 
 def test_and_its_turn() -> None:
     loop = loop_of_ten_tokens_a_second()
-    loop.scheduler.least_delay = 7.0
+    loop.scheduler.waiting_time.least_delay = 7.0
     assert estimate(answer(loop, "late", LONG, deadline=10.9)) == 11_000
     assert isinstance(answer(loop, "in time", LONG, deadline=11.1), Admitted)
 
@@ -93,7 +93,7 @@ def test_a_deadline_that_has_passed_on_the_way_has_expired() -> None:
 def test_nobody_is_refused_by_guesses() -> None:
     loop = make_loop(num_blocks=100)
     assert isinstance(answer(loop, "unknown rate", LONG, deadline=0.001), Admitted)
-    loop.scheduler.prefill.observe(3, 10.0, 0.0)  # a short prompt tells nothing of a long one
+    loop.scheduler.waiting_time.prefill.observe(3, 10.0, 0.0)  # a short prompt tells nothing of a long one
     assert isinstance(answer(loop, "still unknown", LONG, deadline=0.001), Admitted)
 
 
@@ -106,8 +106,8 @@ def test_what_is_cached_takes_no_time(caching: bool) -> None:
     loop = loop_of_ten_tokens_a_second(prefix_caching=caching)
     loop.scheduler.submit(request("before", LONG, 4), 0.0)
     run_to_end(loop)
-    loop.scheduler.prefill = PrefillBound(1)
-    loop.scheduler.prefill.observe(10, 1.0, 0.0)
+    loop.scheduler.waiting_time.prefill = PrefillBound(1)
+    loop.scheduler.waiting_time.prefill.observe(10, 1.0, 0.0)
     event = answer(loop, "again", LONG, deadline=1.0)
     assert isinstance(event, Admitted) if caching else estimate(event) == 4000
 
@@ -166,4 +166,4 @@ def test_steps_with_many_prompt_tokens_are_measured() -> None:
     for prompt, known in (([1] * 7, False), ([2] * 8, True)):
         loop.scheduler.submit(request(str(prompt), prompt, 2), 0.0)
         run_to_end(loop)
-        assert (loop.scheduler.prefill.seconds(1000, time.monotonic()) > 0.0) is known
+        assert (loop.scheduler.waiting_time.prefill.seconds(1000, time.monotonic()) > 0.0) is known

@@ -42,10 +42,10 @@ def test_a_long_queue_is_extrapolated() -> None:
 def steps_to_its_turn(loop: StepLoop, prefill_rate: float) -> tuple[float, int]:
     """What the scheduler expects of a request that comes now, in seconds, where a step takes one; and what it takes."""
     scheduler = loop.scheduler
-    scheduler.estimate_delay(Pace(prefill_rate=prefill_rate, step_seconds=1.0))
-    estimate, steps = scheduler.queue_delay, 0
+    scheduler.waiting_time.estimate(Pace(prefill_rate=prefill_rate, step_seconds=1.0))
+    estimate, steps = scheduler.waiting_time.queue_delay, 0
     scheduler.submit(request("last", [1], 5), 0.0)
-    last = scheduler._live.get("last")  # no public way tells when a turn comes
+    last = scheduler.requests.get("last")
     assert last is not None
     while last.first_scheduled is None:
         loop.step()
@@ -92,24 +92,25 @@ def test_before_a_first_output_has_ended_limits_are_what_outputs_take() -> None:
     scheduler.submit(request("runs", [1] * 8, 101), 0.0)
     loop.step()  # and has one of its tokens
     scheduler.submit(request("waits", [2] * 8, 50), 0.0)
-    scheduler.estimate_delay(Pace(prefill_rate=8.0, step_seconds=0.1))
+    scheduler.waiting_time.estimate(Pace(prefill_rate=8.0, step_seconds=0.1))
     prefills = 1 / 8 + 1.0
-    assert scheduler.queue_delay == pytest.approx(prefills + 100 * 0.1 + 50 * 0.1)
-    assert scheduler.least_delay == pytest.approx(prefills)
+    assert scheduler.waiting_time.queue_delay == pytest.approx(prefills + 100 * 0.1 + 50 * 0.1)
+    assert scheduler.waiting_time.least_delay == pytest.approx(prefills)
     stats = loop.stats()
-    assert (stats.queue_delay_seconds, stats.least_delay_seconds) == (scheduler.queue_delay, scheduler.least_delay)
+    assert stats.queue_delay_seconds == scheduler.waiting_time.queue_delay
+    assert stats.least_delay_seconds == scheduler.waiting_time.least_delay
     run_to_end(loop)
     scheduler.submit(request("next", [3] * 8, 50), 0.0)
-    scheduler.estimate_delay(Pace(prefill_rate=8.0, step_seconds=0.1))
-    assert scheduler.queue_delay == scheduler.least_delay > 1.0
+    scheduler.waiting_time.estimate(Pace(prefill_rate=8.0, step_seconds=0.1))
+    assert scheduler.waiting_time.queue_delay == scheduler.waiting_time.least_delay > 1.0
 
 
 def test_without_limits_a_first_output_counts_as_long_as_a_forecast_says() -> None:
     loop = make_loop(num_blocks=400, max_num_seqs=1, max_batched_tokens=16)
     loop.scheduler.submit(request("runs", [1] * 8, None), 0.0)
     loop.step()
-    loop.scheduler.estimate_delay(Pace(prefill_rate=8.0, step_seconds=0.1))
-    assert loop.scheduler.queue_delay == pytest.approx(1 / 8 + 511 * 0.1)
+    loop.scheduler.waiting_time.estimate(Pace(prefill_rate=8.0, step_seconds=0.1))
+    assert loop.scheduler.waiting_time.queue_delay == pytest.approx(1 / 8 + 511 * 0.1)
 
 
 def test_a_refusal_says_when_to_come_again() -> None:
@@ -119,9 +120,9 @@ def test_a_refusal_says_when_to_come_again() -> None:
     loop.step()
     for index in range(2):
         scheduler.submit(request(str(index), [index] * 8, 10), 0.0)
-    scheduler.estimate_delay(Pace(prefill_rate=4.0))
+    scheduler.waiting_time.estimate(Pace(prefill_rate=4.0))
     scheduler.submit(request("refused", [1], 1), 0.0)
-    scheduler.queue_delay = 1000.0
+    scheduler.waiting_time.queue_delay = 1000.0
     scheduler.submit(request("refused, too", [1], 1), 0.0)
     failures = [event for event in scheduler.take_events() if isinstance(event, RequestFailed)]
     assert [event.kind for event in failures] == [FailureKind.QUEUE_FULL] * 2
@@ -146,12 +147,12 @@ def test_blocks_that_running_requests_share_count_once() -> None:
     for index in range(6):
         scheduler.submit(request(str(index), [*prompt, 100 + index], 8), 0.0)
     loop.step()
-    assert scheduler.num_running_requests == 6
-    scheduler.estimate_delay(PACE)
-    assert scheduler.queue_delay == 0.0
+    assert scheduler.queue.num_running_requests == 6
+    scheduler.waiting_time.estimate(PACE)
+    assert scheduler.waiting_time.queue_delay == 0.0
     scheduler.submit(request("hopeless", [7] * 70, 8), 0.0)
-    scheduler.estimate_delay(PACE)
-    assert scheduler.queue_delay > 0.0
+    scheduler.waiting_time.estimate(PACE)
+    assert scheduler.waiting_time.queue_delay > 0.0
 
 
 def test_outputs_that_end_by_a_stop_string_are_learned_from() -> None:
@@ -165,8 +166,8 @@ def test_outputs_that_end_by_a_stop_string_are_learned_from() -> None:
     for index in range(2):
         scheduler.submit(request(str(index), [index] * 8, 100), 0.0)
     loop.step()
-    scheduler.estimate_delay(Pace(step_seconds=1.0))
-    assert 5.0 <= scheduler.queue_delay <= 12.0
+    scheduler.waiting_time.estimate(Pace(step_seconds=1.0))
+    assert 5.0 <= scheduler.waiting_time.queue_delay <= 12.0
 
 
 def test_a_step_that_only_moves_blocks_says_nothing_of_the_pace() -> None:

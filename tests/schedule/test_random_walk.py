@@ -30,7 +30,7 @@ def check_blocks(loop: StepLoop) -> None:
     assert allocator.num_live + allocator.num_cached + allocator.num_free == allocator.num_blocks
     allocator.check()
     if residency.swap is not None:
-        swapped = sum(len(sequence.swapped_blocks) for sequence in loop.scheduler._waiting)
+        swapped = sum(len(sequence.swapped_blocks) for sequence in loop.scheduler.sequences.waiting)
         assert residency.swap.num_used == swapped
 
 
@@ -84,8 +84,8 @@ class Walk:
 
     def preempt(self) -> None:
         """Anybody who runs, the oldest too, whom no plan would choose."""
-        if self.loop.scheduler._running:
-            sequence = self.random.choice(self.loop.scheduler._running)
+        if self.loop.scheduler.sequences.running:
+            sequence = self.random.choice(self.loop.scheduler.sequences.running)
             preempt(self.loop, sequence.group.request_id, sequence.candidate)
 
     def step(self) -> None:

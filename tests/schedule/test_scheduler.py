@@ -165,7 +165,7 @@ def test_a_prompt_that_candidates_share_is_queued_once(separate: bool, queued: i
     loop.scheduler.submit(request("runs", prompt(3), 4), 0.0)
     loop.step()
     loop.scheduler.submit(request("a", prompt(3), 4, sampling=SamplingParameters(n=3)), 0.0)
-    assert loop.scheduler.queued_prompt_tokens == queued
+    assert loop.scheduler.sequences.waiting.prompt_tokens == queued
     loop.scheduler.submit(request("b", prompt(3, 1), 4), 0.0)
     full = [event.kind for event in loop.scheduler.take_events() if isinstance(event, RequestFailed)]
     assert full == ([FailureKind.QUEUE_FULL] if separate else [])

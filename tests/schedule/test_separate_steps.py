@@ -211,7 +211,7 @@ def test_prompts_and_outputs_take_turns() -> None:
                     stayed = {one for one in ready if ready[one] == one.preemptions}
                     ran = {entry.sequence for entry in last}
                     assert all(in_prompt(one) == kinds[-1] for one in stayed - ran), f"seed {seed}"
-            running = crowd.loop.scheduler._running
+            running = crowd.loop.scheduler.sequences.running
             ready = {one: one.preemptions for one in running if not ended(one)}
     assert min(pairs.values()) > 50
 

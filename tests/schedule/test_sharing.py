@@ -243,7 +243,7 @@ def test_preempted_at_every_length_around_a_block_boundary(
     events = []
     for again in range(2):
         while True:
-            running = [s for s in loop.scheduler._running if s.group.request_id == "victim"]
+            running = [s for s in loop.scheduler.sequences.running if s.group.request_id == "victim"]
             if running and running[0].num_tokens >= length:
                 break
             events += loop.step().events
@@ -280,9 +280,7 @@ def test_cancelled_while_swapped_out_frees_the_host_blocks() -> None:
     assert swap is not None
     while not swap.num_used:
         loop.step()
-    swapped = [
-        sequence.group.request_id for sequence in loop.scheduler._waiting if sequence.swapped_blocks
-    ]  # no public way tells who is swapped
+    swapped = [one.group.request_id for one in loop.scheduler.sequences.waiting if one.swapped_blocks]
     assert swapped
     for name in swapped:
         loop.scheduler.cancel(name, 0.0)

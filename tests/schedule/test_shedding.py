@@ -44,12 +44,12 @@ def shed_in(events: list[Event]) -> list[str]:
 )
 def test_the_least_important_gives_way(waiting: tuple[int, ...], newcomer: int, shed: list[str]) -> None:
     loop = full_loop(*waiting)
-    assert loop.scheduler.least_priority == min(waiting)
+    assert loop.scheduler.sequences.waiting.least_priority == min(waiting)
     events = come(loop, newcomer)
     assert shed_in(events) == shed
     assert events[-1] == Admitted("newcomer", 4, len(waiting) - 1)
     run_to_end(loop)
-    assert loop.scheduler.least_priority == 0
+    assert loop.scheduler.sequences.waiting.least_priority == 0
     assert loop.stats().integrity_errors == 0
 
 
@@ -104,10 +104,10 @@ def test_what_was_begun_stays() -> None:
     loop = make_loop(num_blocks=100, max_num_seqs=1, max_queued_requests=1)
     loop.scheduler.submit(request("begun", [1] * 4, 8, priority=-5), 0.0)
     loop.step()
-    loop.scheduler._preempt(loop.scheduler._running[0])
+    loop.scheduler._preempt(loop.scheduler.sequences.running[0])
     loop.scheduler.submit(request("takes its slot", [1] * 4, 4), 0.0)
     loop.scheduler.take_events()
-    assert loop.scheduler.least_priority == 0
+    assert loop.scheduler.sequences.waiting.least_priority == 0
     [refused] = come(loop, 5)
     assert isinstance(refused, RequestFailed)
     assert refused.kind is FailureKind.QUEUE_FULL
@@ -115,6 +115,6 @@ def test_what_was_begun_stays() -> None:
 
 def test_nobody_gives_way_to_what_is_refused_anyway() -> None:
     loop = full_loop(-1, -1)
-    loop.scheduler.prefill.observe(16, 1.6, 0.0)
+    loop.scheduler.waiting_time.prefill.observe(16, 1.6, 0.0)
     loop.scheduler.submit(request("late", [2] * 40, 4, deadline=0.5), 0.0)
     assert [event.request_id for event in loop.scheduler.take_events()] == ["late"]

@@ -64,7 +64,7 @@ class Workload:
     def _step(self) -> bool:
         """Whether the oldest request ran, or there was nothing for it to run."""
         scheduler, runner = self.loop.scheduler, self.loop.runner
-        oldest = next((group.sequences[0] for group in scheduler._live), None)
+        oldest = next((group.sequences[0] for group in scheduler.requests), None)
         done = oldest is None or oldest.num_tokens >= oldest.max_tokens_total
         before = len(runner.plans)  # type: ignore[attr-defined]
         self.events += self.loop.step().events
@@ -109,7 +109,7 @@ def test_thousands_of_workloads() -> None:
 
 def waiting(scheduler: Scheduler) -> list[str]:
     """In the order in which their turns come. No public way tells it."""
-    return [sequence.group.request_id for sequence in scheduler._waiting]
+    return [sequence.group.request_id for sequence in scheduler.sequences.waiting]
 
 
 def run_until_preempted(loop: StepLoop, events: list[Event]) -> str:
