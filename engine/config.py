@@ -7,6 +7,10 @@ import enum
 
 import msgspec
 
+from engine.errors import ConfigurationError
+
+MOST_BLOCK_SIZE = 256  # tokens
+
 
 class Device(enum.StrEnum):
     AUTO = "auto"
@@ -72,3 +76,31 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         """The token budget of one step on "cpu" or "cuda"."""
         default = {"cpu": 256, "cuda": 2048}[device_type]
         return default if self.max_num_batched_tokens is None else self.max_num_batched_tokens
+
+
+def check_config(config: EngineConfig) -> None:
+    """Raises ConfigurationError for the first figure that makes no sense."""
+    least = {
+        "max_num_seqs": 1,
+        "max_num_batched_tokens": 1,
+        "block_size": 1,
+        "max_model_len": 2,
+        "kv_cache_tokens": 2,
+        "max_queued_requests": 1,
+        "max_queued_tokens": 1,
+        "num_threads": 1,
+    }
+    for name, bound in least.items():
+        value = getattr(config, name)
+        if value is not None and value < bound:
+            raise ConfigurationError(f"{name} must be at least {bound}, not {value}", name)
+    size = config.block_size
+    if size > MOST_BLOCK_SIZE or size & (size - 1):
+        problem = f"block_size must be a power of two of at most {MOST_BLOCK_SIZE}, not {size}"
+        raise ConfigurationError(problem, "block_size")
+    if config.kv_cache_tokens is not None and config.kv_cache_tokens < size:
+        problem = f"kv_cache_tokens {config.kv_cache_tokens} is less than one block of {size}"
+        raise ConfigurationError(problem, "kv_cache_tokens")
+    if not 0.0 < config.gpu_memory_utilization <= 1.0:
+        problem = f"gpu_memory_utilization must be in (0, 1], not {config.gpu_memory_utilization}"
+        raise ConfigurationError(problem, "gpu_memory_utilization")

@@ -73,8 +73,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 def pytest_runtest_setup() -> None:
     """Before any fixture makes an engine. A run of tests that need none loads no torch for this."""
     module = sys.modules.get("engine.engine")
-    if module is not None and not hasattr(module.Engine._build, "follows"):
-        module.Engine._build = _following(module.Engine._build)
+    if module is not None and not hasattr(module.Engine.__init__, "follows"):
+        module.Engine.__init__ = _following(module.Engine.__init__)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -85,14 +85,14 @@ def pytest_runtest_call() -> Iterator[None]:
             engine.scheduler.check_idle()
 
 
-def _following(build: Callable[..., None]) -> Callable[..., None]:
-    def build_and_follow(engine: Any, *arguments: Any) -> None:
-        build(engine, *arguments)
+def _following(init: Callable[..., None]) -> Callable[..., None]:
+    def init_and_follow(engine: Any, *arguments: Any, **options: Any) -> None:
+        init(engine, *arguments, **options)
         if threading.current_thread() is threading.main_thread():
             engines.add(engine)
 
-    build_and_follow.follows = True  # type: ignore[attr-defined]
-    return build_and_follow
+    init_and_follow.follows = True  # type: ignore[attr-defined]
+    return init_and_follow
 
 
 def _missing_package(path: Path) -> str | None:

@@ -3,7 +3,7 @@ near-tie."""
 
 from __future__ import annotations
 
-from engine.engine import GenerationResult
+from engine.generation_result import GenerationResult
 
 # Two bf16 logits of size 8..16 are 2^-4 apart; a sum of roundings may move each by about one such step.
 BF16_GAP = 0.15

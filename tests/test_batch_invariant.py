@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from engine.config import AllocatorKind, EngineConfig, PreemptionMode
-from engine.engine import Engine, GenerationResult
+from engine.engine import Engine
+from engine.generation_result import GenerationResult
 from engine.loop import PendingStep
 from engine.run.buckets import InvariantBuckets, MixedBuckets
 from engine.run.inputs import StepArrays, decode_arrays, prefill_arrays

@@ -16,8 +16,9 @@ from transformers import AutoModelForCausalLM
 
 from engine import load_tokenizer
 from engine.config import AllocatorKind, EngineConfig, LoadFormat, PreemptionMode
-from engine.engine import Engine, GenerationResult
+from engine.engine import Engine
 from engine.errors import ConfigurationError, EngineError
+from engine.generation_result import GenerationResult
 from engine.schedule.candidate_seed import candidate_seed
 from engine.schedule.composition import MixedSteps
 from engine.types import FailureKind, GenerationRequest, SamplingParameters, StopCriteria

@@ -13,7 +13,8 @@ from transformers import AutoModelForCausalLM
 
 from engine import load_tokenizer
 from engine.config import EngineConfig
-from engine.engine import Engine, GenerationResult
+from engine.engine import Engine
+from engine.generation_result import GenerationResult
 from engine.schedule.plan import StepPlan
 from engine.types import (
     GenerationRequest,

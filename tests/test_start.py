@@ -11,8 +11,8 @@ from typing import Any, get_type_hints
 import pytest
 import typer
 
-from engine.config import EngineConfig
-from engine.engine import Engine, check_config
+from engine.config import EngineConfig, check_config
+from engine.engine import Engine
 from engine.errors import ConfigurationError
 from engine.types import GenerationRequest, StopCriteria
 from service.__main__ import app

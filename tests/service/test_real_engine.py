@@ -20,7 +20,8 @@ from engine import (
     TokenLogprob,
     load_tokenizer,
 )
-from engine.engine import Engine, GenerationResult
+from engine.engine import Engine
+from engine.generation_result import GenerationResult
 from engine.local import LocalEngineClient
 from octavo.v1 import generation_pb2 as pb
 from octavo.v1 import tokenization_pb2
