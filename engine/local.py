@@ -7,41 +7,25 @@ import queue
 import threading
 from collections.abc import Sequence
 
-from engine.client import EngineState, EventSink
+from engine.client import EngineState
 from engine.config import EngineConfig
-from engine.dispatch import CacheListener, Dispatcher, StatsListener
+from engine.dispatched_client import DispatchedClient
 from engine.engine import Engine, ProgressCallback
 from engine.errors import EngineError
 from engine.serve import serve
-from engine.types import CachePiece, EngineInfo, EngineStats, FailureKind, GenerationRequest, StepFrame
-from engine.wire import Cancel, Command, ReadCache, Shutdown, StopCandidate, Submit
+from engine.types import EngineInfo, StepFrame
+from engine.wire import Command, Shutdown
 
 
-class LocalEngineClient:
+class LocalEngineClient(DispatchedClient):
     """EngineClient over a step thread. The same frames as between processes, handed over as objects."""
 
     def __init__(self, config: EngineConfig, progress: ProgressCallback | None = None) -> None:
+        super().__init__()
         self._config = config
         self._progress = progress
-        self.problem = ""  # what ended the engine
-        self._dispatcher = Dispatcher()
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._info: EngineInfo | None = None
-
-    @property
-    def info(self) -> EngineInfo:
-        if self._info is None:
-            raise EngineError("engine is not started")
-        return self._info
-
-    @property
-    def stats(self) -> EngineStats:
-        return self._dispatcher.stats
-
-    @property
-    def state(self) -> EngineState:
-        return self._dispatcher.state
 
     async def start(self) -> EngineInfo:
         engine = await asyncio.to_thread(Engine, self._config, self._progress)
@@ -54,31 +38,6 @@ class LocalEngineClient:
         self._dispatcher.set_state(EngineState.READY)
         return engine.info
 
-    def submit(self, request: GenerationRequest, sink: EventSink) -> None:
-        if self._dispatcher.register(request.request_id, sink):
-            self._commands.put(Submit(request))
-
-    def cancel(self, request_id: str) -> bool:
-        live = self._dispatcher.is_live(request_id)
-        if live:
-            self._commands.put(Cancel(request_id))
-        return live
-
-    def stop_candidate(self, request_id: str, candidate: int) -> None:
-        self._dispatcher.mute_candidate(request_id, candidate)
-        self._commands.put(StopCandidate(request_id, candidate))
-
-    def on_stats(self, listener: StatsListener) -> None:
-        self._dispatcher.add_listener(listener)
-
-    async def read_cache(self, start: int) -> CachePiece:
-        piece = self._dispatcher.expect_piece()
-        self._commands.put(ReadCache(start))
-        return await piece
-
-    def on_cache_changes(self, listener: CacheListener) -> None:
-        self._dispatcher.add_cache_listener(listener)
-
     async def stop(self) -> None:
         thread, self._thread = self._thread, None
         if thread is not None:
@@ -86,11 +45,8 @@ class LocalEngineClient:
             await asyncio.to_thread(thread.join)
             self._end(EngineState.STOPPED, "engine was stopped")
 
-    def _end(self, state: EngineState, message: str) -> None:
-        if state is EngineState.FAILED:
-            self.problem = message
-        self._dispatcher.set_state(state)
-        self._dispatcher.fail_all(FailureKind.ENGINE_DIED, message)
+    def _send(self, command: Command) -> None:
+        self._commands.put(command)
 
     def _run(self, engine: Engine, loop: asyncio.AbstractEventLoop) -> None:
         def send(frame: StepFrame) -> None:

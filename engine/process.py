@@ -18,18 +18,18 @@ import msgspec
 import zmq
 
 from engine import wire
-from engine.client import EngineState, EventSink
+from engine.client import EngineState
 from engine.config import EngineConfig
-from engine.dispatch import CacheListener, Dispatcher, StatsListener
-from engine.errors import EngineDiedError, EngineError
+from engine.dispatched_client import DispatchedClient
+from engine.errors import EngineDiedError
 from engine.socket_folder import SocketFolder
-from engine.types import CachePiece, EngineInfo, EngineStats, FailureKind, GenerationRequest
+from engine.types import EngineInfo, EngineStats
 
 _SHUTDOWN_SECONDS = 10.0
 _ROOT = Path(__file__).resolve().parent.parent  # lets the child import this very engine
 
 
-class ProcessEngineClient:
+class ProcessEngineClient(DispatchedClient):
     """EngineClient over a child process: msgpack frames on a ZeroMQ pair socket, one a step. The child's death is
     noticed when it happens; the child ends with its parent, since it watches the other end of its standard input."""
 
@@ -37,13 +37,11 @@ class ProcessEngineClient:
         self, config: EngineConfig, progress: Callable[[str], None] | None = None, worker: str = "engine.worker"
     ) -> None:
         """worker: the module that the child runs."""
+        super().__init__()
         self._config = config
         self._worker = worker
         self._progress = progress or (lambda _: None)
-        self.problem = ""  # what ended the engine
         self._blame = ""
-        self._dispatcher = Dispatcher()
-        self._info: EngineInfo | None = None
         self._process: asyncio.subprocess.Process | None = None
         self._context = zmq.Context()
         self._socket: zmq.Socket[bytes] = self._context.socket(zmq.PAIR)
@@ -51,20 +49,6 @@ class ProcessEngineClient:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._watching: asyncio.Task[None] | None = None
         self._started: asyncio.Future[EngineInfo] | None = None
-
-    @property
-    def info(self) -> EngineInfo:
-        if self._info is None:
-            raise EngineError("engine is not started")
-        return self._info
-
-    @property
-    def stats(self) -> EngineStats:
-        return self._dispatcher.stats
-
-    @property
-    def state(self) -> EngineState:
-        return self._dispatcher.state
 
     @property
     def pid(self) -> int | None:
@@ -99,37 +83,11 @@ class ProcessEngineClient:
         self._dispatcher.set_state(EngineState.READY)
         return self._info
 
-    def submit(self, request: GenerationRequest, sink: EventSink) -> None:
-        if self._dispatcher.register(request.request_id, sink):
-            self._send(wire.Submit(request))
-
-    def cancel(self, request_id: str) -> bool:
-        live = self._dispatcher.is_live(request_id)
-        if live:
-            self._send(wire.Cancel(request_id))
-        return live
-
-    def stop_candidate(self, request_id: str, candidate: int) -> None:
-        self._dispatcher.mute_candidate(request_id, candidate)
-        self._send(wire.StopCandidate(request_id, candidate))
-
-    def on_stats(self, listener: StatsListener) -> None:
-        self._dispatcher.add_listener(listener)
-
-    async def read_cache(self, start: int) -> CachePiece:
-        piece = self._dispatcher.expect_piece()
-        self._send(wire.ReadCache(start))
-        return await piece
-
-    def on_cache_changes(self, listener: CacheListener) -> None:
-        self._dispatcher.add_cache_listener(listener)
-
     async def stop(self) -> None:
         process, self._process = self._process, None
         if process is None:
             return
-        if self.state is not EngineState.FAILED:
-            self._end(EngineState.STOPPED, "engine was stopped")
+        self._end(EngineState.STOPPED, "engine was stopped")
         if process.returncode is None:
             self._send(wire.Shutdown())
             try:
@@ -187,14 +145,6 @@ class ProcessEngineClient:
         self._receive()  # frames that had arrived come first
         self._end(EngineState.FAILED, self._blame or f"engine process ended with code {code}")
         self._resolve(EngineDiedError(f"engine process ended with code {code} while starting"))
-
-    def _end(self, state: EngineState, message: str) -> None:
-        if self.state in (EngineState.FAILED, EngineState.STOPPED):
-            return
-        if state is EngineState.FAILED:
-            self.problem = message
-        self._dispatcher.set_state(state)
-        self._dispatcher.fail_all(FailureKind.ENGINE_DIED, message)
 
     def _resolve(self, result: EngineInfo | Exception) -> None:
         if self._started is None or self._started.done():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import shlex
 import sys
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from datetime import datetime
@@ -121,11 +121,7 @@ def map_service(
         command=command(),
     )
 
-    async def main() -> Result:
-        async with RunProgress(console) as progress:
-            return await run_map(with_trace(options, trace), progress)
-
-    result = guarded(main)
+    result = guarded(lambda: shown(lambda progress: run_map(with_trace(options, trace), progress)))
     show(result, result.summary)
 
 
@@ -155,11 +151,7 @@ def faults(
         command=command(),
     )
 
-    async def main() -> Result:
-        async with RunProgress(console) as progress:
-            return await run_faults(options, seconds, names or [], rate, progress)
-
-    result = guarded(main)
+    result = guarded(lambda: shown(lambda progress: run_faults(options, seconds, names or [], rate, progress)))
     broken = sum(bool(cell.broken) for cell in result.faults)
     console.print(f"{len(result.faults)} cells, {broken} broken", highlight=False)
     show_scores(result, result.summary)
@@ -199,11 +191,7 @@ def overhead(
         command=command(),
     )
 
-    async def main() -> Result:
-        async with RunProgress(console) as progress:
-            return await run_overhead(options, seconds, warm_up, progress)
-
-    result = guarded(main)
+    result = guarded(lambda: shown(lambda progress: run_overhead(options, seconds, warm_up, progress)))
     show_scores(result, result.summary)
 
 
@@ -340,6 +328,12 @@ def serve_arguments(model: str, more: str) -> list[str]:
 def command() -> list[str]:
     """As a person typed it."""
     return ["python", "-m", "loadtest", *sys.argv[1:]]
+
+
+async def shown(work: Callable[[RunProgress], Awaitable[Value]]) -> Value:
+    """Work with its progress on the terminal."""
+    async with RunProgress(console) as progress:
+        return await work(progress)
 
 
 def guarded(main: Callable[[], Coroutine[Any, Any, Value]]) -> Value:
