@@ -9,7 +9,7 @@ index keeps what verifies a hit, one entry a block, so it never outgrows the poo
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
@@ -21,6 +21,7 @@ from engine.types import BlockRemoved, BlockStored, CacheChange, CachePiece
 HashFunction = Callable[[bytes], int]
 
 _ROOT_SERIAL = 0
+_BLOCKS_AT_ONCE = 16  # whose tokens are converted together
 
 
 def hash64(data: bytes) -> int:
@@ -80,9 +81,9 @@ class PrefixIndex:
         """The longest run of blocks, from the first, that hold these tokens. Counts are not changed: retain before
         anything is allocated."""
         chain, blocks = self.start(salt), []
-        for index in range(len(token_ids) // self._block_size):
-            tokens = self._tokens(token_ids, index)
-            key = self._key(chain, tokens)
+        for index, (key, tokens) in enumerate(
+            self._hashed(chain.key, token_ids, 0, len(token_ids) // self._block_size)
+        ):
             block = self._allocator.find(key)
             entry = self._entries[block] if block > 0 else None
             if entry is None or not self._same(entry, key, chain, tokens):
@@ -91,6 +92,11 @@ class PrefixIndex:
             chain.blocks, chain.key, chain.serial = index + 1, key, entry.serial
         return blocks, chain
 
+    def keys(self, token_ids: Sequence[int], salt: str) -> Iterator[int]:
+        """Of the whole blocks, in order, published or not: who begins with the same tokens has the same keys."""
+        blocks = self._hashed(self.start(salt).key, token_ids, 0, len(token_ids) // self._block_size)
+        return (key for key, _ in blocks)
+
     def hash_ahead(self, chain: Chain, token_ids: Sequence[int], count: int) -> None:
         """Hashes what `publish` will need of the first `count` blocks of `token_ids`: to be called while there is time,
         as when a device computes those blocks."""
@@ -98,12 +104,7 @@ class PrefixIndex:
         if chain.broken or first >= count:
             return
         key = chain.ahead[-1][0] if chain.ahead else chain.key
-        size = self._block_size
-        data = np.asarray(token_ids[first * size : count * size], dtype=np.int32).tobytes()
-        for begin in range(0, len(data), 4 * size):
-            tokens = data[begin : begin + 4 * size]
-            key = self._hash(key.to_bytes(8, "little") + tokens)
-            chain.ahead.append((key, tokens))
+        chain.ahead.extend(self._hashed(key, token_ids, first, count))
 
     def publish(self, chain: Chain, token_ids: Sequence[int], blocks: Sequence[int]) -> None:
         """Makes findable the blocks behind the chain's end, `blocks[i]` holding the i-th block of `token_ids`, and
@@ -162,12 +163,16 @@ class PrefixIndex:
         ]
         return CachePiece(start, [entry.stored() for entry in entries], end if end < len(self._entries) else None)
 
-    def _tokens(self, token_ids: Sequence[int], index: int) -> bytes:
-        begin = index * self._block_size
-        return np.asarray(token_ids[begin : begin + self._block_size], dtype=np.int32).tobytes()
-
-    def _key(self, chain: Chain, tokens: bytes) -> int:
-        return self._hash(chain.key.to_bytes(8, "little") + tokens)
+    def _hashed(self, key: int, token_ids: Sequence[int], first: int, count: int) -> Iterator[tuple[int, bytes]]:
+        """Keys and tokens of the blocks from `first` up to `count`; key: of the block before. Hashes what is taken."""
+        size = self._block_size
+        for begin in range(first, count, _BLOCKS_AT_ONCE):
+            end = min(begin + _BLOCKS_AT_ONCE, count)
+            data = np.asarray(token_ids[begin * size : end * size], dtype=np.int32).tobytes()
+            for offset in range(0, len(data), 4 * size):
+                tokens = data[offset : offset + 4 * size]
+                key = self._hash(key.to_bytes(8, "little") + tokens)
+                yield key, tokens
 
     def _same(self, entry: _Entry, key: int, chain: Chain, tokens: bytes) -> bool:
         return (

@@ -8,7 +8,7 @@ from itertools import chain
 from engine.schedule.residency import Residency
 from engine.schedule.sequence import Sequence
 
-_MOST_BEGINNINGS = 1 << 18  # of so many blocks' ends the hashes are kept
+_MOST_BEGINNINGS = 1 << 18  # the keys of so many blocks are kept
 
 _Key = tuple[int, int]  # arrival number of the request, candidate
 
@@ -45,11 +45,10 @@ class QueuedWork:
             return sequence.queued_prompt
         if sequence.shares_prompt:
             return 0
-        size, prompt = self._residency.tables.block_size, request.prompt_token_ids
-        found, new, end = self._residency.cached_tokens(request), 0, hash(request.cache_salt)
-        for start in range(0, len(prompt) - size + 1, size):
-            end = hash((end, *prompt[start : start + size]))
-            if end not in self._seen:
-                self._seen.add(end)
-                new += size * (start >= found)
-        return new + len(prompt) % size
+        size = self._residency.tables.block_size
+        found, new = self._residency.cached_tokens(request) // size, 0
+        for block, key in enumerate(self._residency.block_keys(request)):
+            if key not in self._seen:
+                self._seen.add(key)
+                new += block >= found
+        return new * size + sequence.num_prompt % size

@@ -3,6 +3,7 @@ or new."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from engine.errors import EngineError
@@ -177,6 +178,12 @@ class Residency:
         if self.prefix_index is None or not self.reads_cache(request):
             return 0
         return len(self.prefix_index.match(request.prompt_token_ids, request.cache_salt)[0]) * self.tables.block_size
+
+    def block_keys(self, request: GenerationRequest) -> Iterator[int]:
+        """Of the whole blocks of a prompt that reads the cache: two prompts share as many as they begin with alike."""
+        if self.prefix_index is None:
+            raise EngineError("keys of blocks without a prefix index")
+        return self.prefix_index.keys(request.prompt_token_ids, request.cache_salt)
 
     def _sibling(self, sequence: Sequence) -> Sequence | None:
         """A candidate of the same request that has the whole prompt in its blocks."""

@@ -363,7 +363,7 @@ class Scheduler:
         self.sequences.run(sequence)
         if group.first_scheduled is None:
             group.first_scheduled = now
-            group.cached_prompt_tokens = min(sequence.num_computed, sequence.num_prompt)
+            group.cached_prompt_tokens = sequence.num_computed
             self.counters.cached_prompt_tokens += group.cached_prompt_tokens
             if self.residency.reads_cache(group.request):
                 self.waiting_time.prompts.observe(group.cached_prompt_tokens, sequence.num_prompt)
