@@ -108,6 +108,7 @@ def test_what_is_cached_takes_no_time(caching: bool) -> None:
     run_to_end(loop)
     loop.scheduler.waiting_time.prefill = PrefillBound(1)
     loop.scheduler.waiting_time.prefill.observe(10, 1.0, 0.0)
+    assert estimate(answer(loop, "hasty", LONG, deadline=0.05)) == (100 if caching else 4000)  # its last token at least
     event = answer(loop, "again", LONG, deadline=1.0)
     assert isinstance(event, Admitted) if caching else estimate(event) == 4000
 

@@ -109,6 +109,16 @@ def test_nobody_overtakes_one_that_had_to_yield() -> None:
     assert "other" not in counts
 
 
+def test_nobody_overtakes_one_that_had_to_yield_and_is_too_long_to_run_beside_it() -> None:
+    loop = loop_with_a_long_one()
+    loop.scheduler.submit(request("yielded", prompt(8, 1), 20), 0.0)
+    for _ in range(3):
+        step(loop)
+    preempt(loop, "yielded")
+    submit(loop, "short", 5)
+    assert step(loop) == {"long": BUDGET}
+
+
 def test_decodes_come_first() -> None:
     loop = make_loop(num_blocks=400, max_batched_tokens=BUDGET)
     loop.scheduler.submit(request("decodes", prompt(4, 1), 40), 0.0)

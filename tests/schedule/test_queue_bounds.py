@@ -69,6 +69,15 @@ def test_a_place_that_is_given_back_is_free_at_once() -> None:
     assert refused_of(loop, [1] * 2) == [1]
 
 
+def test_a_slot_that_a_running_one_gives_back_is_free_at_once() -> None:
+    loop = make_loop(num_blocks=100, max_num_seqs=1, max_queued_requests=1)
+    loop.scheduler.submit(request("runs", [1], 9), 0.0)
+    loop.step()
+    assert refused_of(loop, [1] * 2) == [1]
+    loop.scheduler.cancel("runs", 0.0)
+    assert refused_of(loop, [1] * 2) == [1]
+
+
 def test_an_empty_queue_takes_one_prompt_of_any_length() -> None:
     loop = make_loop(num_blocks=200, max_num_seqs=1, max_queued_tokens=100)
     assert refused_of(loop, [250]) == []  # starts at once

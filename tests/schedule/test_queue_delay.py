@@ -8,7 +8,7 @@ from engine.loop import StepLoop
 from engine.schedule.plan import StepOutcome, StepPlan
 from engine.schedule.queue_delay import Need, Pace, queue_delay
 from engine.types import FailureKind, RequestFailed
-from tests.schedule.fake_model import FakePending, make_loop, request, run_to_end
+from tests.schedule.fake_model import FakePending, make_loop, preempt, request, run_to_end
 
 PACE = Pace(prefill_rate=100.0, step_seconds=0.1)
 
@@ -153,6 +153,45 @@ def test_blocks_that_running_requests_share_count_once() -> None:
     scheduler.submit(request("hopeless", [7] * 70, 8), 0.0)
     scheduler.waiting_time.estimate(PACE)
     assert scheduler.waiting_time.queue_delay > 0.0
+
+
+def test_blocks_that_running_requests_share_are_held_by_no_one_of_them() -> None:
+    """Eight are shared and three each one's own: 26 in all, and the next request waits for one of the six to end."""
+    loop = make_loop(num_blocks=26, prefix_caching=True, max_batched_tokens=64)
+    scheduler, prompt = loop.scheduler, list(range(32))
+    scheduler.submit(request("first", prompt, 8), 0.0)
+    run_to_end(loop)
+    for index in range(6):
+        scheduler.submit(request(str(index), [*prompt, 100 + index], 8), 0.0)
+    loop.step()
+    assert scheduler.queue.num_running_requests == 6
+    scheduler.waiting_time.estimate(PACE)
+    assert scheduler.waiting_time.queue_delay > 0.0
+
+
+def test_what_a_prompt_finds_is_learned_from_those_that_look_for_it() -> None:
+    loop = make_loop(num_blocks=60, prefix_caching=True)
+    prompts = loop.scheduler.waiting_time.prompts
+    for name in ("first", "again"):
+        loop.scheduler.submit(request(name, list(range(20)), 2), 0.0)
+        run_to_end(loop)
+    assert (prompts.observed, prompts.share) == (2, pytest.approx(19 / 40))
+    loop.scheduler.submit(request("bypasses", list(range(20)), 2, cache_bypass=True), 0.0)
+    run_to_end(loop)
+    assert prompts.observed == 2
+
+
+def test_one_that_had_to_yield_computes_all_of_its_tokens_again() -> None:
+    """What prompts are found of the cache is learned from first turns."""
+    loop = make_loop(num_blocks=60, prefix_caching=True, max_batched_tokens=64)
+    for name in ("first", "again", "yields"):
+        loop.scheduler.submit(request(name, list(range(20)), 6), 0.0)
+        for _ in range(3 if name == "yields" else 10):
+            loop.step()
+    preempt(loop, "yields")
+    [sequence] = loop.scheduler.sequences.waiting
+    loop.scheduler.waiting_time.estimate(Pace(prefill_rate=1.0))
+    assert loop.scheduler.waiting_time.queue_delay == sequence.num_uncomputed == sequence.num_tokens
 
 
 def test_outputs_that_end_by_a_stop_string_are_learned_from() -> None:

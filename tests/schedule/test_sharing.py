@@ -13,7 +13,7 @@ from engine.loop import StepLoop
 from engine.schedule.counters import Counters
 from engine.schedule.forecast import OutputForecast, peak_tokens
 from engine.schedule.policy import PriorityWithAgeing
-from engine.types import Event, GenerationRequest, SamplingParameters, StopCriteria, TokensGenerated
+from engine.types import Event, FailureKind, GenerationRequest, SamplingParameters, StopCriteria, TokensGenerated
 from tests.schedule.fake_model import expected, finished, make_loop, preempt, request, run_to_end, tokens_of
 
 
@@ -318,6 +318,22 @@ def test_small_requests_pass_a_blocked_one_a_bounded_number_of_times() -> None:
     assert 0 < passed <= 40
     assert finish_order[-1] != "huge"
     loop.scheduler.check_idle()
+
+
+def test_those_on_their_way_in_have_their_places_in_a_step() -> None:
+    """Never more sequences hold blocks than a step has tokens, also while some are being copied in."""
+    loop = make_loop(num_blocks=20, swap_blocks=20, mode=PreemptionMode.SWAP, max_batched_tokens=2)
+    for name in ("comes back", "stays"):
+        loop.scheduler.submit(request(name, [1], 20), 0.0)
+        loop.step()
+    preempt(loop, "comes back")
+    loop.scheduler.submit(request("late", [2], 20), 0.0)
+    plan = loop.scheduler.plan(0.0, moved=0)
+    assert plan is not None
+    sequences = loop.scheduler.sequences
+    assert [one.group.request_id for one in sequences.arriving] == ["comes back"]
+    assert [one.group.request_id for one in sequences.running] == ["stays"]
+    loop.abandon(FailureKind.ENGINE_ERROR, "the end of this test")
 
 
 def test_mode_auto_weighs_copying_against_computing() -> None:
