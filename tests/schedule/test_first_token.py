@@ -8,8 +8,9 @@ import time
 import pytest
 
 from engine.loop import StepLoop
+from engine.schedule import queued_work
 from engine.schedule.first_token import FADING_SECONDS, PrefillBound
-from engine.types import Admitted, Event, FailureKind, RequestFailed
+from engine.types import Admitted, Event, FailureKind, RequestFailed, SamplingParameters
 from tests.schedule.fake_model import make_loop, preempt, request, run_to_end
 
 LONG = list(range(40))
@@ -143,6 +144,43 @@ def test_of_a_burst_what_several_begin_with_counts_once() -> None:
     prompts = [[1] * 16 + [place] * 4 for place in range(30)]
     assert len(burst(loop, prompts, deadline=9.0)) == 30 - 23
     assert burst(loop_of_ten_tokens_a_second(prefix_caching=True), [[1] * 20] * 30, deadline=9.0) == []
+
+
+def test_of_a_request_that_waits_with_candidates_the_prompt_counts_once() -> None:
+    loop = loop_of_ten_tokens_a_second(prefix_caching=True)
+    answer(loop, "first", [1] * 21, sampling=SamplingParameters(n=3))
+    assert estimate(answer(loop, "late", [99] * 10, deadline=0.5)) == 3100
+
+
+def test_who_has_left_has_computed_nothing_for_who_comes_after() -> None:
+    loop = loop_of_ten_tokens_a_second(prefix_caching=True)
+    for name in ("goes", "comes after"):
+        answer(loop, name, LONG)
+        assert estimate(answer(loop, f"behind {name}", [99] * 10, deadline=0.5)) == 5000
+        loop.scheduler.cancel(name, 0.0)
+        assert estimate(answer(loop, f"alone, {name} gone", [99] * 10, deadline=0.5)) == 1000
+
+
+def test_of_prompts_that_wait_what_is_cached_takes_no_time() -> None:
+    loop = loop_of_ten_tokens_a_second(prefix_caching=True)
+    loop.scheduler.submit(request("before", LONG, 1), 0.0)
+    run_to_end(loop)
+    loop.scheduler.waiting_time.prefill = PrefillBound(1)
+    loop.scheduler.waiting_time.prefill.observe(10, 1.0, 0.0)
+    answer(loop, "waits", [*LONG, *[7] * 8])
+    assert estimate(answer(loop, "late", [99] * 10, deadline=0.5)) == 1800
+
+
+def test_what_is_kept_of_prompts_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of twenty that come and go behind one that stays. What waits is then looked at anew, and counts as before."""
+    monkeypatch.setattr(queued_work, "_MOST_BEGINNINGS", 12)
+    loop = loop_of_ten_tokens_a_second(prefix_caching=True)
+    answer(loop, "stays", [50] * 20)
+    for place in range(20):
+        answer(loop, str(place), [50] * 16 + [place] * 4)
+        assert estimate(answer(loop, f"late {place}", [99] * 20, deadline=1.0)) == 4400
+        loop.scheduler.cancel(str(place), 0.0)
+        assert len(loop.scheduler.waiting_time._work._seen) <= 13
 
 
 def test_a_short_one_of_a_burst_goes_beside_the_long_ones() -> None:

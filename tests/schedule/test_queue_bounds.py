@@ -47,6 +47,12 @@ def test_what_a_steps_budget_leaves_behind_is_not_what_waits() -> None:
     assert refused_of(loop, [10] * 6) == [5]
 
 
+def test_a_steps_budget_bounds_a_burst_as_slots_do() -> None:
+    """No more sequences run than a step has tokens: two start, one waits."""
+    loop = make_loop(num_blocks=100, max_num_seqs=8, max_queued_requests=1, max_batched_tokens=2)
+    assert refused_of(loop, [1] * 5) == [3, 4]
+
+
 def test_blocks_bound_a_burst_as_slots_do() -> None:
     """Ten blocks of four tokens: three prompts of ten tokens, each with room for the next one."""
     loop = make_loop(num_blocks=10, max_num_seqs=8, max_queued_requests=2, max_batched_tokens=64)
