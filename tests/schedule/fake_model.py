@@ -112,12 +112,14 @@ def make_loop(
     forecast: OutputForecast | None = None,
     make_runner: Callable[[BlockTables], Runner] | None = None,
     separate: bool = False,
+    watermark_blocks: int = 0,
 ) -> StepLoop:
     """make_runner: None takes a FakeRunner. separate: SeparateSteps, and nothing shared, as batch invariance needs."""
     allocator = make_allocator(kind, num_blocks)
     limit = num_blocks * block_size if max_context is None else max_context
     tables = BlockTables(allocator, max_num_seqs, -(-limit // block_size), block_size)
-    limits = SchedulerLimits(max_num_seqs, max_batched_tokens, limit, max_queued_requests, max_queued_tokens)
+    queue = max_queued_requests, max_queued_tokens
+    limits = SchedulerLimits(max_num_seqs, max_batched_tokens, limit, *queue, watermark_blocks)
     residency = Residency(
         tables,
         PrefixIndex(allocator, block_size, hash_function) if prefix_caching else None,

@@ -8,7 +8,7 @@ import pytest
 
 from engine.loop import StepLoop
 from engine.schedule.forecast import OutputForecast
-from engine.types import FailureKind, RequestFailed
+from engine.types import FailureKind, RequestFailed, SamplingParameters
 from tests.schedule.fake_model import make_loop, request, run_to_end
 
 NUMBERS = itertools.count()
@@ -57,6 +57,31 @@ def test_blocks_bound_a_burst_as_slots_do() -> None:
     """Ten blocks of four tokens: three prompts of ten tokens, each with room for the next one."""
     loop = make_loop(num_blocks=10, max_num_seqs=8, max_queued_requests=2, max_batched_tokens=64)
     assert refused_of(loop, [10] * 8) == [5, 6, 7]
+
+
+def test_blocks_that_are_kept_free_are_nobodys_opening() -> None:
+    """Three of ten blocks, but for who runs alone: the first takes three; the next, of five, waits."""
+    loop = make_loop(num_blocks=10, max_num_seqs=8, max_queued_requests=1, max_batched_tokens=64, watermark_blocks=3)
+    assert refused_of(loop, [12, 16, 16]) == [2]
+    alone = make_loop(num_blocks=10, max_num_seqs=8, max_queued_requests=1, max_batched_tokens=64, watermark_blocks=3)
+    assert refused_of(alone, [38, 1, 1]) == [2]
+
+
+def test_candidates_behind_one_that_runs_are_no_requests_of_their_own() -> None:
+    loop = make_loop(num_blocks=100, max_num_seqs=8, max_queued_requests=1, max_batched_tokens=8)
+    loop.scheduler.submit(request("a", [1] * 20, 3, sampling=SamplingParameters(n=3)), 0.0)
+    loop.step()
+    assert len(loop.scheduler.sequences.waiting) == 2
+    assert loop.scheduler.queue.starting == (0, 0)
+    assert (loop.stats().running_requests, loop.stats().queued_requests) == (1, 0)
+
+
+def test_whoever_is_alone_starts_whatever_is_expected_of_its_output() -> None:
+    """In blocks it may come to need more than the pool has."""
+    loop = make_loop(num_blocks=10, max_num_seqs=8, max_queued_requests=1, max_context=40, forecast=OutputForecast())
+    assert refused_of(loop, [5] * 3, max_tokens=35) == [2]
+    run_to_end(loop)
+    loop.scheduler.check_idle()
 
 
 def test_nobody_is_taken_for_one_that_starts_whom_the_forecast_holds_back() -> None:

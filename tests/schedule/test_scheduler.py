@@ -10,6 +10,7 @@ from engine.types import (
     Admitted,
     FailureKind,
     FinishReason,
+    GenerationRequest,
     RequestFailed,
     RequestFinished,
     SamplingParameters,
@@ -215,6 +216,17 @@ def test_end_of_sequence_and_stop_ids(lookahead: bool) -> None:
     loop.scheduler.check_idle()
 
 
+def test_no_end_counts_before_the_least_number_of_tokens() -> None:
+    """Whatever is drawn: the ninth token is the first that may end an output of nine at least."""
+    tokens = expected(prompt(5), 12)
+    ends = [tokens[2], tokens[8]]
+    assert tokens.index(tokens[8]) == 8
+    loop = make_loop(num_blocks=20, eos=frozenset({tokens[5]}))
+    item = GenerationRequest("a", prompt(5), stop=StopCriteria(max_tokens=12, min_tokens=9, token_ids=ends))
+    loop.scheduler.submit(item, 0.0)
+    assert tokens_of(run_to_end(loop), "a") == tokens[:9]
+
+
 def test_stop_candidate_ends_one_of_several() -> None:
     loop = make_loop(num_blocks=20)
     loop.scheduler.submit(request("a", prompt(5), 10, sampling=SamplingParameters(n=2)), 0.0)
@@ -247,6 +259,25 @@ def test_deadlines() -> None:
     loop.scheduler.check_idle()
 
 
+def test_a_time_for_the_queue_is_over_once_a_request_runs() -> None:
+    loop = make_loop(num_blocks=20)
+    loop.scheduler.submit(request("a", prompt(4), 5, queue_deadline=3.0), 0.0)
+    assert loop.scheduler.plan(0.0) is not None
+    assert loop.scheduler.plan(4.0) is not None
+    assert [type(event) for event in loop.scheduler.take_events()] == [Admitted]
+    loop.scheduler.cancel("a", 4.0)
+
+
+def test_a_deadline_is_not_that_of_a_later_request_of_the_same_name() -> None:
+    loop = make_loop(num_blocks=20)
+    loop.scheduler.submit(request("a", prompt(4), 2, deadline=5.0), 0.0)
+    run_to_end(loop)
+    loop.scheduler.submit(request("a", prompt(4), 2), 1.0)
+    assert loop.scheduler.plan(6.0) is not None
+    assert [type(event) for event in loop.scheduler.take_events()] == [Admitted]
+    loop.scheduler.cancel("a", 6.0)
+
+
 def test_events_of_a_request_are_in_order_and_complete() -> None:
     loop = make_loop(num_blocks=20)
     loop.scheduler.submit(request("a", prompt(6), 3), 0.0)
@@ -272,6 +303,37 @@ def test_one_failed_row_fails_its_request_alone() -> None:
     assert [(event.request_id, event.kind) for event in failures] == [("bad", FailureKind.ENGINE_ERROR)]
     assert tokens_of(events, "good") == expected(prompt(6), 3)
     loop.scheduler.check_idle()
+
+
+@pytest.mark.parametrize(
+    ("sampling", "awaits"),
+    [
+        (SamplingParameters(), False),
+        (SamplingParameters(logit_bias={1: 2.0}), False),  # changes logits, whatever the tokens before
+        (SamplingParameters(repetition_penalty=1.1), True),
+        (SamplingParameters(presence_penalty=0.1), True),
+        (SamplingParameters(frequency_penalty=0.1), True),
+    ],
+)
+def test_steps_await_tokens_of_those_that_run_and_depend_on_them(sampling: SamplingParameters, awaits: bool) -> None:
+    loop = make_loop(num_blocks=20)
+    loop.scheduler.submit(request("a", prompt(6), 3, sampling=sampling), 0.0)
+    assert not loop.scheduler.awaits_tokens
+    loop.step()
+    assert loop.scheduler.awaits_tokens is awaits
+    run_to_end(loop)
+    assert not loop.scheduler.awaits_tokens
+
+
+def test_nothing_is_kept_of_requests_that_have_ended() -> None:
+    loop = make_loop(num_blocks=20)
+    biased = SamplingParameters(logit_bias={1: 2.0})
+    for name in ("ends", "cancelled"):
+        loop.scheduler.submit(request(name, prompt(6), 3, sampling=biased, prompt_top_logprobs=1), 0.0)
+    loop.step()
+    loop.scheduler.cancel("cancelled", 0.0)
+    run_to_end(loop)
+    assert not [kept for kept in vars(loop.scheduler.requests).values() if isinstance(kept, dict | set) and kept]
 
 
 def test_abandon_fails_everything_and_leaves_nothing() -> None:

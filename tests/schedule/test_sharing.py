@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -318,6 +320,40 @@ def test_small_requests_pass_a_blocked_one_a_bounded_number_of_times() -> None:
     assert 0 < passed <= 40
     assert finish_order[-1] != "huge"
     loop.scheduler.check_idle()
+
+
+def in_running(loop: StepLoop) -> list[str]:
+    return [sequence.group.request_id for sequence in loop.scheduler.sequences.running]
+
+
+@pytest.mark.parametrize(("length", "runs"), [(15, True), (16, False)])
+def test_some_blocks_stay_free_beside_whoever_runs(length: int, runs: bool) -> None:
+    """Of ten blocks the first has three; four and the next token's fit beside it and the three that are kept."""
+    loop = make_loop(num_blocks=10, max_batched_tokens=64, watermark_blocks=3)
+    loop.scheduler.submit(request("first", [1] * 12, 2), 0.0)
+    loop.scheduler.submit(request("second", [2] * length, 2), 0.0)
+    assert loop.scheduler.plan(0.0) is not None
+    assert in_running(loop) == (["first", "second"] if runs else ["first"])
+    loop.abandon(FailureKind.ENGINE_ERROR, "the end of this test")
+    loop.scheduler.submit(request("alone", [3] * 38, 2), 0.0)
+    assert tokens_of(run_to_end(loop), "alone") == expected([3] * 38, 2)
+
+
+@pytest.mark.parametrize(("kept", "comes_back"), [(3, True), (4, False)])
+def test_some_blocks_stay_free_beside_whoever_comes_back(kept: int, comes_back: bool) -> None:
+    loop = make_loop(
+        num_blocks=10, swap_blocks=10, mode=PreemptionMode.SWAP, max_batched_tokens=64, watermark_blocks=kept
+    )
+    loop.scheduler.submit(request("first", [1] * 12, 20), 0.0)
+    loop.step()
+    loop.step()  # has four blocks now
+    loop.scheduler.limits = replace(loop.scheduler.limits, watermark_blocks=0)
+    loop.scheduler.submit(request("second", [2] * 8, 20), 0.0)
+    loop.step()
+    loop.scheduler.limits = replace(loop.scheduler.limits, watermark_blocks=kept)
+    preempt(loop, "second")
+    loop.step()
+    assert in_running(loop) == (["first", "second"] if comes_back else ["first"])
 
 
 def test_those_on_their_way_in_have_their_places_in_a_step() -> None:
