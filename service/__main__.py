@@ -61,7 +61,7 @@ def flag(name: str, text: str, **options: Any) -> Any:
 def serve(
     model: Annotated[str, flag("--model", "demo, a Hugging Face model directory, or a .gguf file.")],
     served_model_name: Annotated[
-        str, flag("--served-model-name", "Name that requests use.")
+        str, flag("--served-model-name", "Name that requests use; default: the model's own.")
     ] = ENGINE.served_model_name,
     host: Annotated[str, flag("--host", "Address to listen on.")] = SERVICE.host,
     port: Annotated[int, flag("--port", "gRPC port; 0 picks a free one.", min=0, max=65535)] = SERVICE.port,
@@ -70,11 +70,12 @@ def serve(
     dtype: Annotated[str, flag("--dtype", "auto, float32, bfloat16 or float16.")] = ENGINE.dtype,
     load_format: Annotated[LoadFormat, flag("--load-format", "How to read the weights.")] = ENGINE.load_format,
     max_model_len: Annotated[
-        int | None, flag("--max-model-len", "Context limit in tokens.", min=2)
+        int | None, flag("--max-model-len", "Context limit in tokens; default: the model's.", min=2)
     ] = ENGINE.max_model_len,
     max_num_seqs: Annotated[int, flag("--max-num-seqs", "Sequences in one step.", min=1)] = ENGINE.max_num_seqs,
     max_num_batched_tokens: Annotated[
-        int | None, flag("--max-num-batched-tokens", "Token budget of one step.", min=1)
+        int | None,
+        flag("--max-num-batched-tokens", "Token budget of one step; default: 256 on a CPU, 2048 on a GPU.", min=1),
     ] = ENGINE.max_num_batched_tokens,
     block_size: Annotated[
         int, flag("--block-size", "Tokens in a KV block, a power of two; 16 on a GPU.", min=1, max=256)
@@ -86,18 +87,20 @@ def serve(
         float, flag("--gpu-memory-utilization", "Share of GPU memory to claim.", min=0.01, max=1.0)
     ] = ENGINE.gpu_memory_utilization,
     swap_space_gib: Annotated[
-        float, flag("--swap-space-gib", "Host memory for preempted requests.", min=0.0)
+        float, flag("--swap-space-gib", "Host memory for KV blocks of preempted requests, in GiB.", min=0.0)
     ] = ENGINE.swap_space_gib,
     preemption_mode: Annotated[
         PreemptionMode, flag("--preemption-mode", "What becomes of a preempted request's KV blocks.")
     ] = ENGINE.preemption_mode,
     admission_forecast: Annotated[
-        bool, flag("--admission-forecast/--no-admission-forecast", "Admit by expected output lengths.")
+        bool, flag("--admission-forecast/--no-admission-forecast", "Admit requests by the output lengths to expect.")
     ] = ENGINE.admission_forecast,
     enable_prefix_caching: Annotated[
-        bool, flag("--enable-prefix-caching/--no-enable-prefix-caching", "Share prompts' KV blocks.")
+        bool, flag("--enable-prefix-caching/--no-enable-prefix-caching", "Share KV blocks of equal beginnings.")
     ] = ENGINE.enable_prefix_caching,
-    allocator: Annotated[AllocatorKind, flag("--allocator", "Block allocator.")] = ENGINE.allocator,
+    allocator: Annotated[
+        AllocatorKind, flag("--allocator", "Block allocator; oracle and checked are for finding faults.")
+    ] = ENGINE.allocator,
     max_queued_requests: Annotated[
         int,
         flag(
@@ -115,12 +118,15 @@ def serve(
         bool, flag("--batch-invariant", "The same bits for a request in any company and under preemption; slower.")
     ] = ENGINE.batch_invariant,
     seed: Annotated[int, flag("--seed", "For random weights of --load-format dummy.")] = ENGINE.seed,
-    num_threads: Annotated[int | None, flag("--num-threads", "CPU threads of the engine.", min=1)] = ENGINE.num_threads,
+    num_threads: Annotated[
+        int | None, flag("--num-threads", "CPU threads of the engine; default: one a core.", min=1)
+    ] = ENGINE.num_threads,
     drain_timeout: Annotated[
         float, flag("--drain-timeout", "Seconds that running requests get after SIGTERM.", min=0.0)
     ] = SERVICE.drain_timeout,
     drain_grace: Annotated[
-        float, flag("--drain-grace", "Seconds at least of polite refusals after SIGTERM.", min=0.0)
+        float,
+        flag("--drain-grace", "Seconds at least that new requests are told to go elsewhere after SIGTERM.", min=0.0),
     ] = SERVICE.drain_grace,
     heartbeat_timeout: Annotated[
         float, flag("--heartbeat-timeout", "Seconds of engine silence until health says NOT_SERVING.", min=0.1)

@@ -289,3 +289,5 @@ def test_blocks_that_lose_their_last_owner_are_noted() -> None:
     allocator.release_row(rows, lengths, 0)
     assert sorted(allocator.take_freed()) == [1, 2, 3, 4]
     assert allocator.take_freed() == []
+    allocator.release(blocks := allocator.allocate(1))
+    assert allocator.take_freed() == blocks  # once

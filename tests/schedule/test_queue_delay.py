@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from engine.loop import StepLoop
+from engine.schedule.forecast import own_tokens
 from engine.schedule.plan import StepOutcome, StepPlan
 from engine.schedule.queue_delay import Need, Pace, queue_delay
 from engine.types import FailureKind, RequestFailed
@@ -23,6 +24,7 @@ PACE = Pace(prefill_rate=100.0, step_seconds=0.1)
         ([], [Need(2, 50, 7), Need(2, 150, 7)], 4, 10, 2.0),  # two prefills, one after the other
         ([Need(5, 0, 20)], [Need(2, 100, 40)], 0, 10, 7.0),  # waits 2, prefills 1, decodes 4
         ([Need(5, 0, 20)], [Need(2, 100, 40)], 1, 10, 2.0),  # starts at once; the other ends first
+        ([Need(5, 0, 20)], [Need(2, 300, 40)], 1, 10, 3.0),  # prefills 3, and the other has ended meanwhile
         ([Need(8, 100, 20)], [Need(7, 100, 0)], 3, 2, 4.0),  # waits for blocks: a prefill of 1 s and 20 steps
     ],
 )
@@ -190,6 +192,7 @@ def test_one_that_had_to_yield_computes_all_of_its_tokens_again() -> None:
             loop.step()
     preempt(loop, "yields")
     [sequence] = loop.scheduler.sequences.waiting
+    assert own_tokens(sequence, 4) == 4 * -(-sequence.num_tokens // 4)  # and shares no block
     loop.scheduler.waiting_time.estimate(Pace(prefill_rate=1.0))
     assert loop.scheduler.waiting_time.queue_delay == sequence.num_uncomputed == sequence.num_tokens
 

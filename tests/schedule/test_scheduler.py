@@ -15,6 +15,7 @@ from engine.types import (
     RequestFinished,
     SamplingParameters,
     StopCriteria,
+    Timing,
     TokensGenerated,
 )
 from tests.schedule.fake_model import expected, finished, make_loop, request, run_to_end, tokens_of
@@ -271,7 +272,8 @@ def test_a_time_for_the_queue_is_over_once_a_request_runs() -> None:
 def test_a_deadline_is_not_that_of_a_later_request_of_the_same_name() -> None:
     loop = make_loop(num_blocks=20)
     loop.scheduler.submit(request("a", prompt(4), 2, deadline=5.0), 0.0)
-    run_to_end(loop)
+    loop.scheduler.cancel("a", 1.0)
+    loop.scheduler.take_events()
     loop.scheduler.submit(request("a", prompt(4), 2), 1.0)
     assert loop.scheduler.plan(6.0) is not None
     assert [type(event) for event in loop.scheduler.take_events()] == [Admitted]
@@ -287,6 +289,18 @@ def test_events_of_a_request_are_in_order_and_complete() -> None:
     assert all(isinstance(event, TokensGenerated) for event in events[1:-1])
     assert isinstance(events[-1], RequestFinished)
     assert (events[-1].usage.prompt_tokens, events[-1].usage.completion_tokens) == (6, 3)
+
+
+def test_times_count_from_the_submission() -> None:
+    loop = make_loop(num_blocks=20)
+    scheduler = loop.scheduler
+    scheduler.submit(request("a", prompt(6), 3), 1.0)
+    for planned, committed in ((3.0, 4.0), (5.0, 6.0), (6.0, 7.5)):
+        plan = scheduler.plan(planned)
+        assert plan is not None
+        scheduler.commit(plan, loop.runner.launch(plan).wait(), committed)
+    [end] = finished(scheduler.take_events(), "a")
+    assert end.timing == Timing(queued=2.0, time_to_first_token=3.0, total=6.5)
 
 
 def test_one_failed_row_fails_its_request_alone() -> None:

@@ -17,12 +17,12 @@ import pytest
 from engine.config import AllocatorKind, PreemptionMode
 from engine.kv.block_table import BlockTables
 from engine.loop import StepLoop
-from engine.schedule.composition import is_of_prompt
+from engine.schedule.composition import SeparateSteps, is_of_prompt
 from engine.schedule.forecast import OutputForecast
 from engine.schedule.plan import ScheduledSequence, StepOutcome, StepPlan
 from engine.schedule.policy import PriorityWithAgeing
-from engine.schedule.sequence import Sequence
-from engine.types import Event, GenerationRequest, SamplingParameters, StopCriteria
+from engine.schedule.sequence import RequestGroup, Sequence
+from engine.types import Event, FailureKind, GenerationRequest, SamplingParameters, StopCriteria
 from tests.schedule.fake_model import VOCABULARY, FakePending, FakeRunner, make_loop, preempt, run_to_end, tokens_of
 
 MOST = 20  # tokens of a prompt, and of an output
@@ -267,3 +267,22 @@ def test_prompts_of_one_token_and_candidates_are_nobody_elses() -> None:
     of_prompts = [plan for plan in plans_of(loop) if is_of_prompt(plan.scheduled[0])]
     assert chunks(of_prompts) == {("a", index): [(0, 8), (8, 1)] for index in range(3)} | {("b", 0): [(0, 1)]}
     assert all(len(plan.scheduled) == 1 and not plan.moves.copies for plan in of_prompts)
+
+
+def test_before_a_prompt_come_those_of_others_and_not_their_outputs() -> None:
+    """Of one six of ten tokens are left; the other has its prompt behind it."""
+    groups = [RequestGroup(GenerationRequest(str(size), [1] * size), size, 0.0) for size in (10, 4)]
+    in_it = Sequence(groups[0], 0, 0, [1] * 10, 20, num_computed=4)
+    behind = Sequence(groups[1], 0, 0, [1] * 12, 20, num_computed=11)
+    assert SeparateSteps(16).ahead([in_it, behind], 5) == 6
+
+
+def test_a_prompt_waits_for_nobody_who_has_left() -> None:
+    """A chunk was the last step, whose request is gone: there is nobody to take turns with."""
+    loop = make_loop(num_blocks=40, separate=True, max_batched_tokens=8)
+    loop.scheduler.submit(GenerationRequest("goes", [5] * 9), 0.0)
+    loop.step()
+    loop.scheduler.cancel("goes", 0.0)
+    loop.scheduler.submit(GenerationRequest("comes", [6] * 9, stop=StopCriteria(max_tokens=2)), 0.0)
+    assert loop.scheduler.plan(0.0) is not None
+    loop.abandon(FailureKind.ENGINE_ERROR, "the end of this test")

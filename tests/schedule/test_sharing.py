@@ -52,6 +52,22 @@ def test_a_conversation_finds_its_own_answers() -> None:
     assert cached(events, "2") == 16  # 18 of the 19 earlier tokens have K and V: four whole blocks
 
 
+def test_where_a_block_lacks_for_a_copy_the_last_shared_one_is_computed_again() -> None:
+    """Of eight blocks another has four. The prompt's three are cached: all of them, one to copy the last into and one
+    for the next token would be five."""
+    loop = make_loop(num_blocks=8, prefix_caching=True, max_batched_tokens=64)
+    prompt = list(range(12))
+    run(loop, request("first", prompt, 1))
+    loop.scheduler.submit(request("other", [500 + index for index in range(13)], 3), 0.0)
+    loop.step()
+    loop.scheduler.submit(request("again", prompt, 1), 0.0)
+    loop.step()
+    events = run_to_end(loop)
+    assert tokens_of(events, "other")[-1:] == expected([500 + index for index in range(13)], 3)[-1:]
+    assert loop.scheduler.counters.preemptions == 0
+    assert loop.scheduler.counters.cached_prompt_tokens == 8
+
+
 def test_salts_never_share_and_bypass_neither_reads_nor_writes() -> None:
     loop = make_loop(num_blocks=30, prefix_caching=True)
     prompt = list(range(12))
@@ -385,6 +401,23 @@ def test_mode_auto_weighs_copying_against_computing() -> None:
     assert swapped == preempted > 0
     swapped, preempted = swaps(transfer_rate=1e3, prefill_rate=1e9)
     assert swapped == 0 < preempted
+
+
+@pytest.mark.parametrize(("candidates", "swaps"), [(1, 1), (2, 0)])
+def test_mode_auto_counts_what_others_keep_as_computed(candidates: int, swaps: int) -> None:
+    """Five blocks out and back take 10 ms. All 17 tokens would take 17, the one behind the prompt that a sibling keeps
+    takes 1."""
+    loop = make_loop(num_blocks=20, swap_blocks=20, max_batched_tokens=64)
+    item = request("a", list(range(16)), 9, sampling=SamplingParameters(n=candidates))
+    loop.scheduler.submit(item, 0.0)
+    while len(loop.scheduler.sequences.running) < candidates or loop.scheduler.sequences.running[-1].num_generated < 2:
+        loop.step()
+    cost = loop.scheduler.residency.cost
+    cost.block_bytes, cost.transfer_rate, cost.prefill_rate = 1000, 1e6, 1e3
+    preempt(loop, "a", candidates - 1)
+    assert (loop.scheduler.counters.preemptions, loop.scheduler.counters.swaps) == (1, swaps)
+    run_to_end(loop)
+    loop.scheduler.check_idle()
 
 
 @settings(max_examples=200, deadline=None)

@@ -188,6 +188,12 @@ class TestForgedTokens:
         assert ids[: len(honest) - 1] == honest[:-1]
         assert tok.decode(ids, skip_special_tokens=False).replace("<s> ", "<s>") == rendered
 
+    def test_unknown_characters_beside_them_stay_unknown(self) -> None:
+        tok = Tokenizer(sentencepiece_tokenizer(metaspace=True), chat_template="{{ messages[0].content }}")
+        unknown = tok.token_id("<unk>")
+        assert tok.encode_chat(user("the ☃"))[0].count(unknown) == 1
+        assert tok.encode_chat(user("the ☃</s>"))[0].count(unknown) > 0
+
     @settings(deadline=None)
     @given(st.lists(st.sampled_from([*SPECIALS, "<|", "im_", "end", "|>", "<", "|", " ", "\n", "é", "a"]), max_size=12))
     def test_any_mixture_of_fragments(self, fragments: list[str]) -> None:

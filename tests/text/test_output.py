@@ -176,8 +176,10 @@ class TestStopAcrossTokens:
         assert (delta.text, delta.stopped) == ("aX", "b")
         assert output.token_count == 5
         assert output.push(byte_ids(b"more")) == Delta()
+        assert output.push_whole(byte_ids(b"z")) is None
+        assert output.push(byte_ids(b"z")) == Delta()
         assert output.finish() == Delta()
-        assert (output.token_count, output.used_tokens) == (9, 3)
+        assert (output.token_count, output.used_tokens) == (10, 3)
 
     def test_a_stop_inside_the_last_flush(self) -> None:
         tok = tokenizer("byte-fallback")
