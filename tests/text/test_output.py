@@ -65,9 +65,7 @@ def test_real_text_whole_code_points(kind: str, text: str) -> None:
     tok = tokenizer(kind)
     ids = tok.encode(text, add_special_tokens=False)
     deltas = run(tok, ids)
-    assert text_of(deltas) == tok.decode(ids)
-    for delta in deltas:
-        assert delta.text.encode().decode() == delta.text
+    assert text_of(deltas) == tok.decode(ids)  # in which half a character would be another one
 
 
 @settings(deadline=None)

@@ -19,6 +19,7 @@ from tokenizers import AddedToken, processors
 
 from engine.errors import ConfigurationError, InvalidRequestError
 from engine.model.source import resolve
+from engine.text.gguf_tokenizer import build_gguf_tokenizer
 from engine.text.tokenizer import Tokenizer
 from tests.model.demo_peer import demo_peer_tokenizer
 from tests.model.tiny import CHAT_TEMPLATE, SPECIALS, byte_level_tokenizer, sentencepiece_tokenizer, write_tokenizer
@@ -152,6 +153,20 @@ class TestGguf:
         with pytest.raises(ConfigurationError, match=cause) as caught:
             Tokenizer.from_gguf(path)
         assert str(path) in str(caught.value)
+
+    def test_control_and_unknown_tokens_are_special_and_user_defined_ones_are_not(self) -> None:
+        tokens = ["<unk>", "<s>", "<tool>", "a"]
+        backend = build_gguf_tokenizer(
+            {
+                "tokenizer.ggml.model": "llama",
+                "tokenizer.ggml.tokens": tokens,
+                "tokenizer.ggml.scores": [0.0] * 4,
+                "tokenizer.ggml.token_type": [2, 3, 4, 1],
+                "tokenizer.ggml.unknown_token_id": 0,
+            }
+        )
+        added = backend.get_added_tokens_decoder()
+        assert {token_id: token.special for token_id, token in added.items()} == {0: True, 1: True, 2: False}
 
     def test_no_tokenizer(self, tmp_path: Path) -> None:
         writer = gguf.GGUFWriter(tmp_path / "m.gguf", "llama")

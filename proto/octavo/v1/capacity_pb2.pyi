@@ -246,8 +246,11 @@ class Load(_message.Message):
     kv_utilization: _builtins.float
     """(total - free - evictable) / total, 0 to 1."""
     utilization: _builtins.float
-    """What ORCA's application_utilization says."""
+    """The fuller of KV pool and running batch, each 0 to 1, plus what waits over max_running_requests. ORCA reports it as
+    application_utilization.
+    """
     prefill_tokens_per_second: _builtins.float
+    """Of late; 0 before anything was measured."""
     decode_tokens_per_second: _builtins.float
     prompt_tokens_total: _builtins.int
     """Since the instance's start."""
@@ -258,7 +261,9 @@ class Load(_message.Message):
     kv_swapped_blocks: _builtins.int
     """Blocks of preempted requests in host memory."""
     @_builtins.property
-    def estimated_queue_delay(self) -> _duration_pb2.Duration: ...
+    def estimated_queue_delay(self) -> _duration_pb2.Duration:
+        """What a request that came now would wait for its turn, by a guess at how long outputs are."""
+
     @_builtins.property
     def engine_heartbeat_age(self) -> _duration_pb2.Duration:
         """Age of the newest engine heartbeat."""

@@ -1088,6 +1088,7 @@ class TokenLogprob(_message.Message):
     logprob: _builtins.float
     """Absent for a prompt's first token."""
     rank: _builtins.int
+    """1 is the likeliest token."""
     token_bytes: _builtins.bytes
     """Raw bytes: one token may be part of a code point."""
     @_builtins.property
@@ -1195,6 +1196,7 @@ class Usage(_message.Message):
     COMPLETION_TOKENS_FIELD_NUMBER: _builtins.int
     prompt_tokens: _builtins.int
     cached_prompt_tokens: _builtins.int
+    """Of these, those that were found in the prefix cache."""
     completion_tokens: _builtins.int
     """All sampled tokens of all candidates, also those cut by a stop sequence, up to the one that completed it."""
     def __init__(
@@ -1214,6 +1216,8 @@ Global___Usage: _TypeAlias = Usage  # noqa: Y015
 
 @_typing.final
 class Timing(_message.Message):
+    """From the engine's receipt of the request."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     QUEUED_FIELD_NUMBER: _builtins.int
@@ -1221,6 +1225,7 @@ class Timing(_message.Message):
     TOTAL_FIELD_NUMBER: _builtins.int
     PREEMPTIONS_FIELD_NUMBER: _builtins.int
     preemptions: _builtins.int
+    """How often a candidate gave up its KV blocks to others."""
     @_builtins.property
     def queued(self) -> _duration_pb2.Duration: ...
     @_builtins.property
