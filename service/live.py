@@ -150,7 +150,7 @@ class OpenStreams:
     @property
     def has_output(self) -> bool:
         """Whether any stream still owes its client an event."""
-        return any(stream.outputs for stream in self._streams)
+        return any(stream.owes for stream in self._streams)
 
     def add(self, stream: OutputStream) -> None:
         self._streams.add(stream)

@@ -428,7 +428,8 @@ class RequestOutput:
         self._span.ended(failure, usage, self.timing, self._finishes, cancelled=self.cancelled)
         outcome = "cancelled" if self.cancelled else "finished"
         ids = (self.control.engine_id, self.generation.request_id)
-        LOGGER.info(REQUEST_ENDED, extra=ending(*ids, self.failure or outcome, usage, self._timer.elapsed()))
+        if LOGGER.isEnabledFor(logging.INFO):
+            LOGGER.info(REQUEST_ENDED, extra=ending(*ids, self.failure or outcome, usage, self._timer.elapsed()))
         self.control.ended()
 
     def _drop_if_windowed(self) -> None:
