@@ -102,6 +102,22 @@ def test_a_broken_stream_ends_nothing(problem: type[Exception]) -> None:
     handler.close()
 
 
+def test_a_line_that_cannot_be_made_ends_no_other() -> None:
+    class Odd:
+        def __str__(self) -> str:
+            raise RuntimeError("odd")
+
+    gate = Gate()
+    gate.open.set()
+    handler = BackgroundHandler(gate)  # type: ignore[arg-type]
+    handler.setFormatter(JsonFormatter())
+    handler.emit(logging.makeLogRecord({"msg": "of %s", "args": (Odd(),)}))
+    handler.emit(logging.makeLogRecord({"msg": "last"}))
+    handler.close()
+    assert [line["message"] for line in gate.lines] == ["a log line could not be made", "last"]
+    assert (gate.lines[0]["line"], gate.lines[0]["problem"]) == ("of %s", "RuntimeError")
+
+
 def test_lines_that_come_together_are_written_together() -> None:
     """A write a line wakes both ends of the pipe for each."""
     writes: list[str] = []
