@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+
 from engine import EngineState, EngineStats, QueueFill, too_late
 from service.replica import Replica
 from service.request import Generation

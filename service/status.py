@@ -347,8 +347,10 @@ def usage_message(usage: Usage) -> generation_pb2.Usage:
 
 def trailing_metadata(failure: Failure) -> tuple[tuple[str, str | bytes], ...]:
     """The status with its details (the usage among them, which has a field of its own in events), and the pushback."""
-    status = status_message(failure)
+    status = failure.status
     if failure.usage not in (None, Usage()):
+        status = status_pb2.Status()
+        status.CopyFrom(failure.status)
         status.details.add().Pack(usage_message(failure.usage))
     trailers: list[tuple[str, str | bytes]] = [(DETAILS_TRAILER, status.SerializeToString())]
     if failure.pushback_ms is not None:

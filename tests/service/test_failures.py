@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import time
+from collections import Counter
 from typing import Any, cast
 
 import grpc
@@ -14,7 +16,7 @@ from grpc import aio
 from engine import EngineState, FailureKind, RequestFailed, Usage
 from octavo.v1 import generation_pb2 as pb
 from service.config import ServiceConfig
-from service.status import RETRY_AT_ONCE, from_engine
+from service.status import RETRY_AT_ONCE, draining, from_engine
 from tests.service.calls import (
     Stream,
     error_status,
@@ -148,6 +150,58 @@ async def test_full_queue_refuses_before_it_looks_at_the_request() -> None:
             assert (messages, error_status(error).reason) == ([], "QUEUE_FULL")
         assert served.server.replica.metrics.outcomes("QUEUE_FULL") == 3
         holding.call.cancel()
+
+
+async def test_a_refusal_makes_no_more_than_its_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is refused for the same numbers shares one status; nothing else is made for it, on a stream or a call."""
+    made: Counter[str] = Counter()
+
+    def count(path: str) -> None:
+        module, _, name = path.rpartition(".")
+        make = getattr(sys.modules[module], name)
+        monkeypatch.setattr(path, lambda *arguments, **fields: made.update([name]) or make(*arguments, **fields))
+
+    config = ServiceConfig(drain_grace=0.0, heartbeat_timeout=60.0)
+    async with running(tight_engine(), config) as served:
+        stream = await fill(served)
+        snapshot, replica = served.engine.stats, served.server.replica
+        monkeypatch.setattr(FakeEngineClient, "stats", property(lambda _: snapshot))
+        replica.tokenizer.encode = lambda *_: made.update(["encode"])  # type: ignore[method-assign,assignment]
+        for path in ("generation.parse_start", "intake.RequestOutput", "intake.LiveRequest", "status.status_message"):
+            count(f"service.{path}")
+        ids = [str(index) for index in range(20)]
+        await stream.send(*(start_message(request_id=request_id) for request_id in ids))
+        for request_id in ids:
+            await stream.read_until_ended(request_id)
+            assert [event.sequence for event in stream.logs[request_id].events] == [0]
+        for _ in range(5):
+            call = served.generation.GenerateStream(pb.GenerateStreamRequest(start=start()), timeout=10)
+            assert error_status((await read_to_error(call))[1]).reason == (await refusal(served, start())).reason
+        assert made == {"status_message": 1}
+        assert replica.metrics.outcomes("QUEUE_FULL") == len(ids) + 10
+        assert (len(served.engine.submitted), len(replica.live)) == (2, 2)
+        stream.call.cancel()
+
+
+async def test_refused_request_is_live_until_its_client_is_told() -> None:
+    """Its id stands for it until then, and a stream whose input has ended still tells."""
+    async with running(tight_engine()) as served:
+        holding = await fill(served)
+        await holding.send(start_message(request_id="a"), start_message(request_id="b"))
+        cancels = [pb.GenerateRequest(cancel=pb.CancelGeneration(request_id=name)) for name in ("a", "runs", "waits")]
+        await holding.send(*cancels)
+        assert await holding.finish() is grpc.StatusCode.OK
+        reasons = {name: rich_status(holding.logs[name].failed.status).reason for name in ("a", "b")}
+        assert reasons == {"a": "QUEUE_FULL", "b": "QUEUE_FULL"}
+        replica = served.server.replica
+        await until(lambda: len(replica.streams) == 0)
+        stream = await fill(served)
+        (output_stream,) = replica.streams._streams
+        output_stream.refuse("c", draining())
+        assert (output_stream.has("c"), output_stream.owes, replica.streams.has_output) == (True, True, True)
+        await stream.read_until_ended("c")
+        assert not output_stream.has("c")
+        stream.call.cancel()
 
 
 async def test_refused_later_start_is_an_event() -> None:
