@@ -16,7 +16,16 @@ from grpc import aio
 from engine import EngineState, FailureKind, RequestFailed, Usage
 from octavo.v1 import generation_pb2 as pb
 from service.config import ServiceConfig
-from service.status import RETRY_AT_ONCE, draining, from_engine
+from service.status import (
+    RETRY_AT_ONCE,
+    deadline_unattainable,
+    drain_timeout,
+    draining,
+    engine_died,
+    engine_stalled,
+    engine_starting,
+    from_engine,
+)
 from tests.service.calls import (
     Stream,
     error_status,
@@ -462,6 +471,26 @@ def test_every_engine_failure_has_a_status(kind: FailureKind) -> None:
 
 
 # --- streams ---------------------------------------------------------------------------------------------------------
+
+
+def test_hints_for_retries_are_those_that_the_readme_has() -> None:
+    """Seconds of RetryInfo, and gRPC's own pushback in ms."""
+    failures = [
+        deadline_unattainable("", {"estimated_ms": "1500"}),
+        draining(),
+        drain_timeout(),
+        engine_died("", "a cause"),
+        engine_stalled(),
+        engine_starting(),
+    ]
+    assert {failure.reason: (failure.retry_after, failure.pushback_ms) for failure in failures} == {
+        "DEADLINE_UNATTAINABLE": (1.5, -1),
+        "DRAINING": (0.0, RETRY_AT_ONCE),
+        "DRAIN_TIMEOUT": (None, None),
+        "ENGINE_DIED": (0.0, RETRY_AT_ONCE),
+        "ENGINE_STALLED": (1.0, 1000),
+        "ENGINE_STARTING": (1.0, 1000),
+    }
 
 
 async def test_duplicate_live_id_ends_the_stream(served: Running) -> None:
