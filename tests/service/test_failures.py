@@ -332,6 +332,31 @@ async def test_a_queue_timeout_is_kept_while_the_engine_is_in_a_step(monkeypatch
         stream.call.cancel()
 
 
+async def test_a_queue_timeout_is_kept_while_the_engine_stands_still(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a deadline is; but one that had its turn in time waits in no queue, though no token of it came yet."""
+    monkeypatch.setattr("service.live.DEADLINE_GRACE", 0.2)
+    async with running(tight_engine(), ServiceConfig(drain_grace=0.0, heartbeat_timeout=0.5)) as served:
+        served.engine.plan = lambda _: Script(steps_before_first=10**9)
+        stream = Stream(served)
+        limits = pb.Scheduling(queue_timeout=Duration(seconds=3600))
+        for request_id in ("runs", "waits"):
+            await stream.send(start_message("hi", request_id=request_id, scheduling=limits))
+            while request_id not in stream.logs:
+                assert await stream.read()
+        requests = {request.client_id: request for request in served.server.replica.live}
+        await until(lambda: requests["runs"].output is not None and requests["runs"].output.scheduled)
+        served.engine.hang()
+        for request in requests.values():
+            request.queue_deadline = time.monotonic() - 1.0
+        await stream.read_until_ended("waits")
+        status = rich_status(stream.logs["waits"].failed.status)
+        assert (status.code, status.reason) == (grpc.StatusCode.DEADLINE_EXCEEDED, "EXPIRED_IN_QUEUE")
+        assert status.message == "the deadline passed in the queue of an engine that stands still"
+        requests["runs"].check_deadline(time.monotonic(), stalled=True)
+        assert list(served.server.replica.live) == [requests["runs"]]
+        stream.call.cancel()
+
+
 @pytest.mark.parametrize("unary", [False, True])
 async def test_a_call_of_one_request_keeps_its_deadline_too(
     served: Running, monkeypatch: pytest.MonkeyPatch, unary: bool
