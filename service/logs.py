@@ -15,9 +15,10 @@ from typing import TextIO
 
 CLOSE_SECONDS = 1.0
 # A line wakes the writer, which then takes all lines of so long at once: each waking takes the interpreter from a step,
-# and the first line of several costs ten times what the others do.
+# and the first line of several costs ten times what the others do. Warnings and errors do not wait.
 GATHER_SECONDS = 0.1
 MOST_LINES_AT_ONCE = 1000
+_PATIENT = frozenset({"DEBUG", "INFO"})
 
 _to_json = json.JSONEncoder(default=str).encode
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
@@ -57,7 +58,7 @@ class BackgroundHandler(logging.Handler):
         self._most = most
         self._records: queue.SimpleQueue[logging.LogRecord | None] = queue.SimpleQueue()
         self._lost = 0
-        self._closing = threading.Event()
+        self._hurry = threading.Event()
         self._writer = threading.Thread(target=self._write, name="octavo-log", daemon=True)
         self._writer.start()
         atexit.register(self.close)
@@ -70,11 +71,13 @@ class BackgroundHandler(logging.Handler):
             lost, self._lost = self._lost, 0
             self._records.put(lost_lines(lost))
         self._records.put(record)
+        if record.levelname not in _PATIENT:
+            self._hurry.set()
 
     def close(self) -> None:
         """Waits for what is to be written, but not for a reader that is gone."""
-        self._closing.set()
         self._records.put(None)
+        self._hurry.set()
         self._writer.join(CLOSE_SECONDS)
         super().close()
 
@@ -90,7 +93,8 @@ class BackgroundHandler(logging.Handler):
             with contextlib.suppress(OSError, ValueError):  # nobody is left to be told
                 self._stream.write("".join(lines))
                 self._stream.flush()
-            self._closing.wait(GATHER_SECONDS)
+            self._hurry.wait(0.0 if ended else GATHER_SECONDS)
+            self._hurry.clear()
 
     def _line(self, record: logging.LogRecord) -> str:
         try:

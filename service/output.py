@@ -269,7 +269,7 @@ class RequestOutput:
 
     @property
     def scheduled(self) -> bool:
-        """Whether it surely had a turn. Of requests with a time in the queue the engine says so, of others tokens do."""
+        """Whether it surely had a turn. Of requests with a time in the queue the engine says so, of others tokens."""
         return self._scheduled or self._generated > 0
 
     # --- in ---------------------------------------------------------------------------------------------------------
