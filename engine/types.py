@@ -136,6 +136,12 @@ class Admitted(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="admi
     queue_position: int
 
 
+class Scheduled(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="scheduled"):
+    """A request's first turn, from which on its queue deadline does not bind it. Only of requests that have one."""
+
+    request_id: str
+
+
 class PromptScored(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="prompt"):
     """Log probabilities of the next tokens of the prompt, the first of which has none: from the second on, in order, in
     as many events as it takes, all before the request's first TokensGenerated."""
@@ -191,7 +197,7 @@ class RequestFailed(msgspec.Struct, frozen=True, array_like=True, gc=False, tag=
     details: dict[str, str] = {}
 
 
-Event = Admitted | PromptScored | TokensGenerated | RequestFinished | RequestFailed
+Event = Admitted | Scheduled | PromptScored | TokensGenerated | RequestFinished | RequestFailed
 
 
 class EngineInfo(msgspec.Struct, frozen=True):

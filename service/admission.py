@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import time
-from dataclasses import replace
 
-from engine import EngineState, QueueFill, too_late
+from engine import EngineState, EngineStats, QueueFill, too_late
 from service.replica import Replica
 from service.request import Generation
 from service.status import (
@@ -28,6 +27,7 @@ class Admission:
 
     def __init__(self, replica: Replica) -> None:
         self._replica = replica
+        self._newest: tuple[EngineStats, int, Failure] | None = None  # the last refusal and what it is of
 
     def refusal(self, priority: int) -> Failure | None:
         """Why no request of this priority is taken now, whatever else it is."""
@@ -74,27 +74,30 @@ class Admission:
 
     def _full(self, priority: int) -> Failure | None:
         """Refuses without a step, which may take longer than a client should wait for a no. The engine's queue
-        is as its newest frame has it."""
-        fill = self._fill
+        is as its newest frame has it. What is refused for the same numbers is refused with the same failure."""
+        info, stats = self._replica.info, self._replica.engine.stats
         # Those that the newest frame does not know of yet wait, too, if slots do not suffice for them.
-        beyond = len(self._replica.live) - self._replica.info.max_num_seqs
-        fill = replace(fill, requests=max(fill.requests, beyond))
-        if self._makes_room(priority) or fill.requests < fill.max_requests:
+        beyond = len(self._replica.live) - info.max_num_seqs
+        requests = max(stats.queued_requests - stats.starting_requests, beyond)
+        if requests < info.max_queued_requests or self._makes_room(priority):
             return None
-        return self._queue_full(fill, fill.wording)
+        if self._newest is None or self._newest[0] is not stats or self._newest[1] != requests:
+            fill = self._fill(requests)
+            self._newest = stats, requests, self._queue_full(fill, fill.wording)
+        return self._newest[2]
 
     def _queue_without_room(self, priority: int, prompt_tokens: int) -> Failure | None:
         """Of one whose number is no hindrance."""
-        fill = self._fill
+        stats = self._replica.engine.stats
+        fill = self._fill(stats.queued_requests - stats.starting_requests)
         if self._makes_room(priority) or fill.requests >= fill.max_requests or fill.holds(prompt_tokens):
             return None
         return self._queue_full(fill, f"{fill.wording}; this prompt has {prompt_tokens}")
 
-    @property
-    def _fill(self) -> QueueFill:
+    def _fill(self, requests: int) -> QueueFill:
         info, stats = self._replica.info, self._replica.engine.stats
         return QueueFill(
-            stats.queued_requests - stats.starting_requests,
+            requests,
             stats.queued_prompt_tokens - stats.starting_prompt_tokens,
             info.max_queued_requests,
             info.max_queued_tokens,

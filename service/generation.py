@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 from grpc import aio
 
@@ -60,9 +60,14 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
         """Ends a call of one request at once, if no request is taken."""
         refusal = self._intake.refusal(start.scheduling.priority)
         if refusal is not None:
-            self._intake.note_refused(start.request_id, refusal, time.monotonic())
-            self._reports.attach(context)
-            await abort(context, refusal)
+            await self._refuse(start, refusal, time.monotonic(), context)
+
+    async def _refuse(
+        self, start: generation_pb2.StartGeneration, failure: Failure, arrival: float, context: Context
+    ) -> NoReturn:
+        self._intake.note_refused(start.request_id, failure, arrival)
+        self._reports.attach(context)
+        await abort(context, failure)
 
     async def GenerateUnary(
         self, request: generation_pb2.GenerateUnaryRequest, context: Context
@@ -78,9 +83,8 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
 
         parsed = parse(request.start, self._replica, arrival, windowed=False, in_one=True)
         if isinstance(parsed, Failure):
-            output = self._intake.refused("", parsed, arrival, PendingBytes(), on_ready)
-        else:
-            output = self._intake.begin(parsed, PendingBytes(), on_ready, deadline)
+            await self._refuse(request.start, parsed, arrival, context)
+        output = self._intake.begin(parsed, PendingBytes(), on_ready, deadline)
         try:
             await done.wait()
         finally:
@@ -150,12 +154,19 @@ class StreamCall:
         try:
             self._start(start)
             self._stream.close_input()
-            failure = self._last.failure if self._last is not None else None
+            failure = self._refusal
             if failure is None:
                 failure = await self._write()
         finally:
             self._release()
         await self._end(failure)
+
+    @property
+    def _refusal(self) -> Failure | None:
+        """What a call of one request was refused with as it came."""
+        if self._stream.failed.done():
+            return self._stream.failed.result()
+        return None if self._last is None else self._last.failure
 
     async def _end(self, failure: Failure | None) -> None:
         self._reports.attach(self._context)
@@ -217,22 +228,18 @@ class StreamCall:
 
     def _start(self, start: generation_pb2.StartGeneration) -> None:
         arrival = time.monotonic()
-        if start.request_id and start.request_id in self._stream.outputs:
-            self._stream.fail(duplicate_request_id(start.request_id))
+        stream, request_id = self._stream, start.request_id
+        if request_id and stream.has(request_id):
+            stream.fail(duplicate_request_id(request_id))
             return
-        stream = self._stream
-        refusal = self._intake.refusal(start.scheduling.priority)
-        if refusal is not None and stream.fails_with_first:
-            self._intake.note_refused(start.request_id, refusal, arrival)
-            stream.fail(refusal)
-            return
-        parsed = refusal or parse(start, self._replica, arrival, windowed=self._multiplexed)
+        parsed = self._intake.refusal(start.scheduling.priority) or parse(
+            start, self._replica, arrival, windowed=self._multiplexed
+        )
         if isinstance(parsed, Failure):
-            output = self._intake.refused(start.request_id, parsed, arrival, stream.pending, stream.mark_ready)
-        else:
-            output = self._intake.begin(parsed, stream.pending, stream.mark_ready, self._deadline)
-        self._last = output
-        stream.attach(output)
+            stream.refuse(self._intake.note_refused(request_id, parsed, arrival), parsed)
+            return
+        self._last = self._intake.begin(parsed, stream.pending, stream.mark_ready, self._deadline)
+        stream.attach(self._last)
 
     def _cancel(self, request_id: str) -> None:
         output = self._stream.outputs.get(request_id)

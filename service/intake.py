@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 
-from engine import EngineDiedError, GenerationRequest, InvalidRequestError, Timing, Usage
+from engine import EngineDiedError, GenerationRequest, InvalidRequestError, Usage
 from service.admission import Admission
 from service.convert.prompts import (
     check_output_scores,
@@ -26,6 +26,7 @@ LOGGER = logging.getLogger(__name__)
 
 # Shorter text is tokenized at once: a hop to another thread and back costs more.
 INLINE_BYTES = 4096
+NOTHING = Usage()
 
 
 class Intake:
@@ -40,28 +41,17 @@ class Intake:
         is looked at: under overload most are refused, and the others wait meanwhile."""
         return self._replica.quotas.refusal(CALLER.get()) or self._admission.refusal(priority)
 
-    def note_refused(self, request_id: str, failure: Failure, arrival: float) -> None:
-        """Tells metrics, log and traces of a request that was refused with its whole RPC and has no output."""
+    def note_refused(self, request_id: str, failure: Failure, arrival: float) -> str:
+        """Tells metrics, log and traces of a request that was refused as it came, and needs no output. Returns the id
+        that its events have."""
         replica = self._replica
-        timer = replica.metrics.timer(arrival)
-        timer.ended(failure, Usage(), Timing(), cancelled=False)
-        span = replica.spans.begin(Generation(request_id, TokenPrompt([]), arrival), replica.info.instance_id)
-        span.ended(failure, Usage(), Timing(), [], cancelled=False)
-        LOGGER.info(REQUEST_ENDED, extra=ending(replica.new_engine_id(), request_id, failure, Usage(), timer.elapsed()))
-
-    def refused(
-        self,
-        request_id: str,
-        failure: Failure,
-        arrival: float,
-        pending: PendingBytes,
-        on_ready: Callable[[RequestOutput], None],
-    ) -> RequestOutput:
-        """The output of a request that did not pass validation."""
-        generation = Generation(request_id, TokenPrompt([]), arrival)
-        _, output = self._new_output(generation, pending, on_ready)
-        output.fail(failure)
-        return output
+        seconds = replica.metrics.refused(failure, arrival)
+        replica.spans.refused(request_id, failure, arrival, replica.info.instance_id)
+        engine_id = replica.new_engine_id()
+        client_id = request_id or engine_id
+        if LOGGER.isEnabledFor(logging.INFO):
+            LOGGER.info(REQUEST_ENDED, extra=ending(engine_id, request_id, failure, NOTHING, seconds))
+        return client_id
 
     def begin(
         self,

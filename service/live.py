@@ -71,16 +71,20 @@ class LiveRequest:
         elif self.output is not None and not self.output.closed:
             self.output.cancel_unsubmitted()  # nobody else would note its end
 
-    def check_deadline(self, now: float) -> None:
+    def check_deadline(self, now: float, *, stalled: bool) -> None:
         """Ends what the engine should have ended by now. What the engine has taken in may have had its turn in the step
-        that goes on: its time in the queue the engine alone knows."""
+        that goes on: whether its time in the queue is over is for the engine to say, unless it stands still."""
         output = self.output
         if output is None or output.closed:
             return
         if _passed(self.deadline, now):
             output.abandon(deadline_exceeded("the deadline passed while the engine was busy"))
-        elif _passed(self.queue_deadline, now) and not output.admitted:
+        elif not _passed(self.queue_deadline, now) or output.scheduled:
+            return
+        elif not output.admitted:
             output.abandon(expired_in_queue("the deadline passed before the engine, which was busy, saw the request"))
+        elif stalled:
+            output.abandon(expired_in_queue("the deadline passed in the queue of an engine that stands still"))
 
     def ended(self) -> None:
         self._requests.remove(self)
@@ -124,10 +128,10 @@ class LiveRequests:
         usage = request.output.usage_so_far if request.output is not None else Usage()
         self._quotas.end(request.caller, usage.prompt_tokens + usage.completion_tokens)
 
-    def check_deadlines(self, now: float) -> None:
-        """Called now and then. now: `time.monotonic()`."""
+    def check_deadlines(self, now: float, *, stalled: bool) -> None:
+        """Called now and then. now: `time.monotonic()`. stalled: whether the engine stands still."""
         for request in self:
-            request.check_deadline(now)
+            request.check_deadline(now, stalled=stalled)
 
     def find(self, request_id: str) -> LiveRequest | None:
         """By engine id, or by a client's id if only one live request has it."""
@@ -150,7 +154,7 @@ class OpenStreams:
     @property
     def has_output(self) -> bool:
         """Whether any stream still owes its client an event."""
-        return any(stream.outputs for stream in self._streams)
+        return any(stream.owes for stream in self._streams)
 
     def add(self, stream: OutputStream) -> None:
         self._streams.add(stream)

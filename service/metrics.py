@@ -145,6 +145,13 @@ class Metrics:
     def timer(self, arrival: float) -> RequestTimer:
         return RequestTimer(self, arrival)
 
+    def refused(self, failure: Failure, arrival: float) -> float:
+        """Notes a request that got no further. Returns the seconds since its arrival."""
+        elapsed = time.monotonic() - arrival
+        self.end_to_end.observe(elapsed)
+        self.outcome(failure.reason)
+        return elapsed
+
     def outcome(self, name: str) -> None:
         self._outcomes[name] = self._outcomes.get(name, 0) + 1
 

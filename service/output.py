@@ -21,6 +21,7 @@ from engine import (
     PromptScored,
     RequestFailed,
     RequestFinished,
+    Scheduled,
     Timing,
     Tokenizer,
     TokenLogprob,
@@ -254,6 +255,7 @@ class RequestOutput:
         self._sequence = 0
         self._admitted: Admitted | None = None
         self._admitted_sent = False
+        self._scheduled = False
         self._begun = False  # a token was given out
         self._override: Failure | None = None
         self._flush_timer: asyncio.TimerHandle | None = None
@@ -264,6 +266,11 @@ class RequestOutput:
     def admitted(self) -> bool:
         """Whether the engine has taken it in."""
         return self._admitted is not None
+
+    @property
+    def scheduled(self) -> bool:
+        """Whether it surely had a turn. Of requests with a time in the queue the engine says so, of others tokens."""
+        return self._scheduled or self._generated > 0
 
     # --- in ---------------------------------------------------------------------------------------------------------
 
@@ -307,6 +314,8 @@ class RequestOutput:
             case Admitted():
                 self._admitted = event
                 self._span.admitted(self.control.engine_id, event.queue_position)
+            case Scheduled():
+                self._scheduled = True
             case RequestFinished():
                 self._on_finished(event)
             case RequestFailed():
@@ -428,7 +437,8 @@ class RequestOutput:
         self._span.ended(failure, usage, self.timing, self._finishes, cancelled=self.cancelled)
         outcome = "cancelled" if self.cancelled else "finished"
         ids = (self.control.engine_id, self.generation.request_id)
-        LOGGER.info(REQUEST_ENDED, extra=ending(*ids, self.failure or outcome, usage, self._timer.elapsed()))
+        if LOGGER.isEnabledFor(logging.INFO):
+            LOGGER.info(REQUEST_ENDED, extra=ending(*ids, self.failure or outcome, usage, self._timer.elapsed()))
         self.control.ended()
 
     def _drop_if_windowed(self) -> None:

@@ -159,7 +159,7 @@ class Replica:
         while True:
             now = time.monotonic()
             self.streams.check_stalls(now)
-            self.live.check_deadlines(now)
+            self.live.check_deadlines(now, stalled=self.is_stalled)
             self.rate.update(self.metrics.ended, self.metrics.faults, now)
             self.refresh()
             await asyncio.sleep(WATCH_SECONDS)

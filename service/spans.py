@@ -27,6 +27,10 @@ class Spans(Protocol):
         """instance_id: of the engine."""
         ...
 
+    def refused(self, request_id: str, failure: Failure, arrival: float, instance_id: str) -> None:
+        """The whole of a request that got no further than this. arrival: `time.monotonic()` seconds."""
+        ...
+
     def close(self, seconds: float) -> None:
         """Sends what is left, for so long at most. Called on any thread."""
         ...
@@ -53,6 +57,9 @@ class NoSpans:
 
     def begin(self, generation: Generation, instance_id: str) -> RequestSpan:
         return NO_SPAN
+
+    def refused(self, request_id: str, failure: Failure, arrival: float, instance_id: str) -> None:
+        pass
 
     def close(self, seconds: float) -> None:
         pass

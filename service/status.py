@@ -7,11 +7,12 @@ import logging
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, NoReturn
 
 import grpc
 from google.protobuf import duration_pb2, message
-from google.rpc import code_pb2, error_details_pb2, status_pb2
+from google.rpc import error_details_pb2, status_pb2
 from grpc import aio
 
 from engine import FailureKind, Grammar, RequestFailed, Usage
@@ -30,9 +31,9 @@ ABORT_SECONDS = 5.0
 MOST_ECHOED = 200  # letters of a client's own name that are told back
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Failure:
-    """Why a request or a stream ends without its result.
+    """Why a request or a stream ends without its result. Messages of it are built once, however many clients get it.
 
     metadata: ErrorInfo's. fields: (field path, what is wrong with it). resource: (type, name) that does not exist.
     retry_after: seconds, RetryInfo. pushback_ms: what gRPC's own retries obey; None leaves it to their policy.
@@ -52,6 +53,16 @@ class Failure:
     def fails_first_start(self) -> bool:
         """Whether a stream whose first start met this fails as a whole, so that the client's retry policy works."""
         return self.code in (grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.UNAVAILABLE)
+
+    @cached_property
+    def status(self) -> status_pb2.Status:
+        """For events. Nobody changes it."""
+        return status_message(self)
+
+    @cached_property
+    def trailers(self) -> tuple[tuple[str, str | bytes], ...]:
+        """For RPCs that end with it."""
+        return trailing_metadata(self)
 
     def after_output(self) -> Failure:
         """The same where output was sent already: a retry would repeat it, so gRPC must not make one."""
@@ -296,7 +307,7 @@ def milliseconds(seconds: float) -> int:
 def status_message(failure: Failure) -> status_pb2.Status:
     """google.rpc.Status with ErrorInfo first, then whatever else the failure has to say."""
     status = status_pb2.Status(
-        code=code_pb2.Code.Value(failure.code.name),
+        code=failure.code.value[0],
         message=failure.message,
     )
     for detail in _details(failure):
@@ -336,8 +347,10 @@ def usage_message(usage: Usage) -> generation_pb2.Usage:
 
 def trailing_metadata(failure: Failure) -> tuple[tuple[str, str | bytes], ...]:
     """The status with its details (the usage among them, which has a field of its own in events), and the pushback."""
-    status = status_message(failure)
+    status = failure.status
     if failure.usage not in (None, Usage()):
+        status = status_pb2.Status()
+        status.CopyFrom(failure.status)
         status.details.add().Pack(usage_message(failure.usage))
     trailers: list[tuple[str, str | bytes]] = [(DETAILS_TRAILER, status.SerializeToString())]
     if failure.pushback_ms is not None:
@@ -347,7 +360,7 @@ def trailing_metadata(failure: Failure) -> tuple[tuple[str, str | bytes], ...]:
 
 async def abort(context: aio.ServicerContext[Any, Any], failure: Failure) -> NoReturn:
     """Ends the RPC with the failure's status and details."""
-    trailers = (*trailing_metadata(failure), *(context.trailing_metadata() or ()))
+    trailers = (*failure.trailers, *(context.trailing_metadata() or ()))
     await context.abort(failure.code, failure.message, trailers)
     raise AssertionError("abort returned")
 

@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from octavo.v1 import generation_pb2
+from service.convert.events import add_failed
 from service.output import PendingBytes, RequestOutput
 from service.pace import Pacer
 from service.status import Failure, RequestRefusedError, slow_consumer
@@ -63,19 +64,35 @@ class OutputStream:
         self._resting = False
         self._input_closed = False
         self._first: RequestOutput | None = None
+        self._begun = False  # a request has come
+        self._refused: dict[str, Failure] = {}  # requests that were refused as they came, and whose clients wait
         self.failed: asyncio.Future[Failure] = asyncio.get_running_loop().create_future()
 
     # --- the reader's side ------------------------------------------------------------------------------------------
 
+    def has(self, request_id: str) -> bool:
+        """Whether the client still waits for this request's end."""
+        return request_id in self.outputs or request_id in self._refused
+
     @property
-    def fails_with_first(self) -> bool:
-        """Whether nothing was started yet: a refusal now is the whole RPC's, for the client's own retry policy."""
-        return self._first is None
+    def owes(self) -> bool:
+        """Whether the client still waits for any request's end."""
+        return bool(self.outputs or self._refused)
 
     def attach(self, output: RequestOutput) -> None:
         self.outputs[output.request_id] = output
-        if self._first is None:
-            self._first = output
+        if not self._begun:
+            self._begun, self._first = True, output
+
+    def refuse(self, request_id: str, failure: Failure) -> None:
+        """Ends a request that was never attached. The first one's refusal may be the whole RPC's."""
+        if not self._begun and self._is_for_all(failure):
+            self.fail(failure)
+            return
+        self._begun = True
+        self._refused[request_id] = failure
+        if self.writing_since is None:
+            self._wake.set()
 
     def close_input(self) -> None:
         """No further requests will come: `run` ends when those attached have."""
@@ -85,7 +102,7 @@ class OutputStream:
     @property
     def complete(self) -> bool:
         """No request is to come and none is left: `run` ends well as soon as its last message is out."""
-        return self._input_closed and not self.outputs
+        return self._input_closed and not self.owes
 
     def fail(self, failure: Failure) -> None:
         """Ends the RPC with this status; what is pending is dropped."""
@@ -140,7 +157,7 @@ class OutputStream:
     async def run(self) -> None:
         """Returns when input is closed and every request has ended. Raises RequestRefusedError for a failed stream."""
         while not self.failed.done():
-            batch = self._collect() if self._ready and self._is_due() else None
+            batch = self._collect() if self._refused or (self._ready and self._is_due()) else None
             if batch is not None:
                 self.writing_since = time.monotonic()
                 if not self.sent_anything and batch.ByteSize() > _LARGE_FIRST_MESSAGE:
@@ -148,7 +165,7 @@ class OutputStream:
                 await self._send(batch)
                 self.writing_since, self._sent_at = None, time.monotonic()
                 self.sent_anything = True
-            elif self._input_closed and not self.outputs:
+            elif self.complete:
                 return
             else:
                 await self._wake.wait()
@@ -166,6 +183,9 @@ class OutputStream:
     def _collect(self) -> Batch | None:
         batch = self._new_batch()
         events, enough = batch.events, self.pending.total - self._limits.message_bytes
+        refused, self._refused = self._refused, {}
+        for request_id, failure in refused.items():
+            add_failed(events, request_id, 0, failure)
         ready, self._ready = self._ready, {}
         for output in ready:
             if self.pending.total < enough:  # the message is full
@@ -184,10 +204,14 @@ class OutputStream:
         failure = output.failure
         if failure is None or self.sent_anything or output is not self._first:
             return False
-        if failure.fails_first_start or not self._multiplexed:
+        if self._is_for_all(failure):
             self.fail(failure)
             return True
         return False
+
+    def _is_for_all(self, failure: Failure) -> bool:
+        """Whether the RPC fails if its first request does so before anything was sent."""
+        return failure.fails_first_start or not self._multiplexed
 
     def _check_held(self) -> None:
         """What is left after a collection is held by shut windows (or by the size of one message, which is less)."""

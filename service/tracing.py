@@ -15,7 +15,7 @@ import grpc
 from grpc import aio
 
 from engine import ConfigurationError, FinishReason, Timing, Usage
-from service.request import Generation
+from service.request import Generation, TokenPrompt
 from service.spans import NoSpans, RequestSpan, Spans
 from service.status import Failure
 from service.version import version
@@ -96,6 +96,10 @@ class OpenTelemetrySpans:
             start_time=_wall_clock(generation.arrival),
         )
         return OpenTelemetrySpan(span)
+
+    def refused(self, request_id: str, failure: Failure, arrival: float, instance_id: str) -> None:
+        span = self.begin(Generation(request_id, TokenPrompt([]), arrival), instance_id)
+        span.ended(failure, Usage(), Timing(), [], cancelled=False)
 
     def close(self, seconds: float) -> None:
         # A collector that does not answer is waited for in a thread that holds up nobody's exit.

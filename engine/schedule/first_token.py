@@ -40,14 +40,18 @@ class PrefillBound:
 
 def common_tokens(request: GenerationRequest, others: Iterable[Sequence], block_size: int) -> int:
     """How many of the first tokens of a prompt are computed for one of `others`, in whole blocks."""
-    return max((_common(request, other, block_size) for other in others), default=0)
-
-
-def _common(request: GenerationRequest, other: Sequence, size: int) -> int:
-    mine, theirs = request.prompt_token_ids, other.token_ids
-    if other.group.request.cache_salt != request.cache_salt or other.group.request.cache_bypass:
-        return 0
-    end = 0
-    while end + size <= min(len(mine), len(theirs)) and mine[end : end + size] == theirs[end : end + size]:
-        end += size
-    return end
+    mine, salt, best = request.prompt_token_ids, request.cache_salt, 0
+    next_block = mine[:block_size]
+    for other in others:
+        if len(next_block) < block_size:
+            break  # nobody could have more of it
+        theirs = other.token_ids
+        if theirs[best : best + block_size] != next_block:
+            continue  # no more than the best so far: most are told by this one comparison
+        their_request = other.group.request
+        if their_request.cache_salt != salt or their_request.cache_bypass or theirs[:best] != mine[:best]:
+            continue
+        while len(next_block) == block_size and theirs[best : best + block_size] == next_block:
+            best += block_size
+            next_block = mine[best : best + block_size]
+    return best

@@ -35,6 +35,7 @@ from engine.types import (
     PromptScored,
     RequestFailed,
     RequestFinished,
+    Scheduled,
     Timing,
     TokenLogprob,
     TokensGenerated,
@@ -363,6 +364,8 @@ class Scheduler:
         self.sequences.run(sequence)
         if group.first_scheduled is None:
             group.first_scheduled = now
+            if group.request.queue_deadline is not None:
+                self._events.append(Scheduled(group.request_id))
             group.cached_prompt_tokens = sequence.num_computed
             self.counters.cached_prompt_tokens += group.cached_prompt_tokens
             if self.residency.reads_cache(group.request):

@@ -10,7 +10,7 @@ from engine import CandidateFinish, SamplingParameters, Timing, Tokenizer, Token
 from octavo.v1 import generation_pb2
 from service.convert.fields import fill_duration
 from service.convert.sampling import sampling_message
-from service.status import Failure, status_message, usage_message
+from service.status import Failure, usage_message
 
 Events = RepeatedCompositeFieldContainer[generation_pb2.GenerationEvent]
 
@@ -92,7 +92,7 @@ def add_finished(events: Events, request_id: str, sequence: int, usage: Usage, t
 
 def add_failed(events: Events, request_id: str, sequence: int, failure: Failure) -> None:
     failed = events.add(request_id=request_id, sequence=sequence).failed
-    failed.status.CopyFrom(status_message(failure))
+    failed.status.CopyFrom(failure.status)
     failed.usage.CopyFrom(usage_message(failure.usage or Usage()))
 
 

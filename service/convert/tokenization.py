@@ -13,6 +13,8 @@ from service.convert.prompts import parse_chat
 from service.request import ChatPrompt, TextPrompt
 from service.status import invalid
 
+MAX_DETOKENIZED_IDS = 1 << 18  # about what MAX_TOKENIZED_BYTES gives
+
 
 @dataclass(frozen=True, slots=True)
 class Tokenization:
@@ -56,8 +58,12 @@ def tokenize_response(
 
 
 def parse_detokenize(request: tokenization_pb2.DetokenizeRequest, model: ServedModel) -> tuple[list[int], bool]:
-    """Token ids, and whether to skip special ones."""
+    """Token ids, and whether to skip special ones. Refuses more ids than a context has, or MAX_DETOKENIZED_IDS if that
+    is more."""
     model.check_name(request.model)
+    count, most = len(request.token_ids), max(MAX_DETOKENIZED_IDS, model.info.max_context_tokens)
+    if count > most:
+        raise refuse(invalid("token_ids", f"has {count} ids; at most {most} are detokenized at a time"))
     ids = list(request.token_ids)
     check_ids("token_ids", ids, model.info)
     return ids, or_default(request, "skip_special_tokens", True)

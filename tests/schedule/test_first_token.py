@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import itertools
+import random
 import time
 
 import pytest
 
 from engine.loop import StepLoop
 from engine.schedule import queued_work
-from engine.schedule.first_token import FADING_SECONDS, PrefillBound
-from engine.types import Admitted, Event, FailureKind, RequestFailed, SamplingParameters
+from engine.schedule.first_token import FADING_SECONDS, PrefillBound, common_tokens
+from engine.schedule.queued_work import MOST_AHEAD, QueuedWork
+from engine.schedule.sequence import Sequence
+from engine.types import Admitted, Event, FailureKind, GenerationRequest, RequestFailed, SamplingParameters
 from tests.schedule.fake_model import make_loop, preempt, request, run_to_end
 
 LONG = list(range(40))
@@ -187,6 +190,49 @@ def test_a_short_one_of_a_burst_goes_beside_the_long_ones() -> None:
     loop = loop_of_ten_tokens_a_second()
     assert burst(loop, [[place] * 20 for place in range(4)]) == []
     assert burst(loop, [[99] * 6], deadline=1.5) == []
+
+
+def test_what_a_deadline_costs_is_bounded_however_many_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By counts: how many of those that wait are asked, and how many tokens of theirs are read for the first time."""
+    loop = loop_of_ten_tokens_a_second(prefix_caching=True)
+    assert burst(loop, [[place] * 20 for place in range(900)]) == []
+    read: list[int] = []
+    look_at = QueuedWork._look_at
+
+    def noted(work: QueuedWork, sequence: Sequence) -> int:
+        read.append(sequence.num_prompt)
+        return look_at(work, sequence)
+
+    monkeypatch.setattr(QueuedWork, "_look_at", noted)
+    monkeypatch.setattr("engine.schedule.queued_work._MOST_NEW_TOKENS", 200)
+    assert burst(loop, [[999] * 20], deadline=1e6) == []
+    assert read == [20] * 11  # the first that is more than enough is the last
+    for _ in range(100):
+        assert burst(loop, [[999] * 20], deadline=1e6) == []
+    assert len(read) == MOST_AHEAD
+    assert burst(loop, [[998] * 20], deadline=20 * MOST_AHEAD / 10) == [0]  # behind so many it is surely late
+
+
+def test_common_beginnings_are_those_of_the_best_of_all() -> None:
+    """Against one by one, also where those that share more come first, last, or under another salt."""
+    draw = random.Random(1)
+
+    def one_by_one(mine: GenerationRequest, other: Sequence) -> int:
+        theirs = other.group.request
+        if theirs.cache_salt != mine.cache_salt or theirs.cache_bypass:
+            return 0
+        same = [a == b for a, b in zip(mine.prompt_token_ids, other.token_ids, strict=False)]
+        return (same.index(False) if False in same else len(same)) // 4 * 4
+
+    for _ in range(300):
+        loop = make_loop(num_blocks=100)
+        for name in range(6):
+            prompt = [draw.randrange(4) == 0 for _ in range(draw.randrange(1, 20))]
+            salt = draw.choice(["", "", "x"])
+            answer(loop, str(name), [int(token) for token in prompt], cache_salt=salt, cache_bypass=draw.random() < 0.1)
+        mine = request("mine", [int(draw.randrange(4) == 0) for _ in range(draw.randrange(1, 20))], 4)
+        others = list(loop.scheduler._waiting)
+        assert common_tokens(mine, others, 4) == max(one_by_one(mine, other) for other in others)
 
 
 def test_bound_is_the_fastest_of_late_and_fades() -> None:

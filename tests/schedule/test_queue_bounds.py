@@ -8,7 +8,7 @@ import pytest
 
 from engine.loop import StepLoop
 from engine.schedule.forecast import OutputForecast
-from engine.types import FailureKind, RequestFailed, SamplingParameters
+from engine.types import FailureKind, RequestFailed, SamplingParameters, Scheduled
 from tests.schedule.fake_model import make_loop, request, run_to_end
 
 NUMBERS = itertools.count()
@@ -131,3 +131,13 @@ def test_a_refusal_names_what_waits_and_what_may() -> None:
         "max_queued_tokens": "50",
     }
     assert "1 of at most 1 requests and 20 of at most 50 prompt tokens wait" in failure.message
+
+
+@pytest.mark.parametrize("deadline", [None, 1e12])
+def test_first_turn_is_told_to_who_waits_for_it(deadline: float | None) -> None:
+    """Once, and of requests with a time in the queue alone."""
+    loop = make_loop(num_blocks=100)
+    loop.scheduler.submit(request("a", [1, 2, 3], 4, queue_deadline=deadline), 0.0)
+    assert not [event for event in loop.scheduler.take_events() if isinstance(event, Scheduled)]
+    told = [event for event in run_to_end(loop) if isinstance(event, Scheduled)]
+    assert told == ([] if deadline is None else [Scheduled("a")])

@@ -29,6 +29,7 @@ from engine import (
     PromptScored,
     RequestFailed,
     RequestFinished,
+    Scheduled,
     Timing,
     TokenLogprob,
     TokensGenerated,
@@ -312,6 +313,8 @@ class FakeEngineClient:
             if not live.running and not self.hold and running < self._info.max_num_seqs:
                 live.running = True
                 running += 1
+                if live.request.queue_deadline is not None:
+                    live.events.append(Scheduled(live.request.request_id))
                 live.events += self._prompt_scores(live.request)
 
     def _advance(self, live: FakeRequest, now: float) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import time
+from collections import Counter
 from typing import Any, cast
 
 import grpc
@@ -14,7 +16,16 @@ from grpc import aio
 from engine import EngineState, FailureKind, RequestFailed, Usage
 from octavo.v1 import generation_pb2 as pb
 from service.config import ServiceConfig
-from service.status import RETRY_AT_ONCE, from_engine
+from service.status import (
+    RETRY_AT_ONCE,
+    deadline_unattainable,
+    drain_timeout,
+    draining,
+    engine_died,
+    engine_stalled,
+    engine_starting,
+    from_engine,
+)
 from tests.service.calls import (
     Stream,
     error_status,
@@ -150,6 +161,58 @@ async def test_full_queue_refuses_before_it_looks_at_the_request() -> None:
         holding.call.cancel()
 
 
+async def test_a_refusal_makes_no_more_than_its_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is refused for the same numbers shares one status; nothing else is made for it, on a stream or a call."""
+    made: Counter[str] = Counter()
+
+    def count(path: str) -> None:
+        module, _, name = path.rpartition(".")
+        make = getattr(sys.modules[module], name)
+        monkeypatch.setattr(path, lambda *arguments, **fields: made.update([name]) or make(*arguments, **fields))
+
+    config = ServiceConfig(drain_grace=0.0, heartbeat_timeout=60.0)
+    async with running(tight_engine(), config) as served:
+        stream = await fill(served)
+        snapshot, replica = served.engine.stats, served.server.replica
+        monkeypatch.setattr(FakeEngineClient, "stats", property(lambda _: snapshot))
+        replica.tokenizer.encode = lambda *_: made.update(["encode"])  # type: ignore[method-assign,assignment]
+        for path in ("generation.parse_start", "intake.RequestOutput", "intake.LiveRequest", "status.status_message"):
+            count(f"service.{path}")
+        ids = [str(index) for index in range(20)]
+        await stream.send(*(start_message(request_id=request_id) for request_id in ids))
+        for request_id in ids:
+            await stream.read_until_ended(request_id)
+            assert [event.sequence for event in stream.logs[request_id].events] == [0]
+        for _ in range(5):
+            call = served.generation.GenerateStream(pb.GenerateStreamRequest(start=start()), timeout=10)
+            assert error_status((await read_to_error(call))[1]).reason == (await refusal(served, start())).reason
+        assert made == {"status_message": 1}
+        assert replica.metrics.outcomes("QUEUE_FULL") == len(ids) + 10
+        assert (len(served.engine.submitted), len(replica.live)) == (2, 2)
+        stream.call.cancel()
+
+
+async def test_refused_request_is_live_until_its_client_is_told() -> None:
+    """Its id stands for it until then, and a stream whose input has ended still tells."""
+    async with running(tight_engine()) as served:
+        holding = await fill(served)
+        await holding.send(start_message(request_id="a"), start_message(request_id="b"))
+        cancels = [pb.GenerateRequest(cancel=pb.CancelGeneration(request_id=name)) for name in ("a", "runs", "waits")]
+        await holding.send(*cancels)
+        assert await holding.finish() is grpc.StatusCode.OK
+        reasons = {name: rich_status(holding.logs[name].failed.status).reason for name in ("a", "b")}
+        assert reasons == {"a": "QUEUE_FULL", "b": "QUEUE_FULL"}
+        replica = served.server.replica
+        await until(lambda: len(replica.streams) == 0)
+        stream = await fill(served)
+        (output_stream,) = replica.streams._streams
+        output_stream.refuse("c", draining())
+        assert (output_stream.has("c"), output_stream.owes, replica.streams.has_output) == (True, True, True)
+        await stream.read_until_ended("c")
+        assert not output_stream.has("c")
+        stream.call.cancel()
+
+
 async def test_refused_later_start_is_an_event() -> None:
     async with running(tight_engine()) as served:
         stream = Stream(served)
@@ -266,6 +329,31 @@ async def test_a_queue_timeout_is_kept_while_the_engine_is_in_a_step(monkeypatch
         status = rich_status(stream.logs["too late"].failed.status)
         assert (status.code, status.reason) == (grpc.StatusCode.DEADLINE_EXCEEDED, "EXPIRED_IN_QUEUE")
         assert list(served.server.replica.live) == [taken_in]
+        stream.call.cancel()
+
+
+async def test_a_queue_timeout_is_kept_while_the_engine_stands_still(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a deadline is; but one that had its turn in time waits in no queue, though no token of it came yet."""
+    monkeypatch.setattr("service.live.DEADLINE_GRACE", 0.2)
+    async with running(tight_engine(), ServiceConfig(drain_grace=0.0, heartbeat_timeout=0.5)) as served:
+        served.engine.plan = lambda _: Script(steps_before_first=10**9)
+        stream = Stream(served)
+        limits = pb.Scheduling(queue_timeout=Duration(seconds=3600))
+        for request_id in ("runs", "waits"):
+            await stream.send(start_message("hi", request_id=request_id, scheduling=limits))
+            while request_id not in stream.logs:
+                assert await stream.read()
+        requests = {request.client_id: request for request in served.server.replica.live}
+        await until(lambda: requests["runs"].output is not None and requests["runs"].output.scheduled)
+        served.engine.hang()
+        for request in requests.values():
+            request.queue_deadline = time.monotonic() - 1.0
+        await stream.read_until_ended("waits")
+        status = rich_status(stream.logs["waits"].failed.status)
+        assert (status.code, status.reason) == (grpc.StatusCode.DEADLINE_EXCEEDED, "EXPIRED_IN_QUEUE")
+        assert status.message == "the deadline passed in the queue of an engine that stands still"
+        requests["runs"].check_deadline(time.monotonic(), stalled=True)
+        assert list(served.server.replica.live) == [requests["runs"]]
         stream.call.cancel()
 
 
@@ -408,6 +496,26 @@ def test_every_engine_failure_has_a_status(kind: FailureKind) -> None:
 
 
 # --- streams ---------------------------------------------------------------------------------------------------------
+
+
+def test_hints_for_retries_are_those_that_the_readme_has() -> None:
+    """Seconds of RetryInfo, and gRPC's own pushback in ms."""
+    failures = [
+        deadline_unattainable("", {"estimated_ms": "1500"}),
+        draining(),
+        drain_timeout(),
+        engine_died("", "a cause"),
+        engine_stalled(),
+        engine_starting(),
+    ]
+    assert {failure.reason: (failure.retry_after, failure.pushback_ms) for failure in failures} == {
+        "DEADLINE_UNATTAINABLE": (1.5, -1),
+        "DRAINING": (0.0, RETRY_AT_ONCE),
+        "DRAIN_TIMEOUT": (None, None),
+        "ENGINE_DIED": (0.0, RETRY_AT_ONCE),
+        "ENGINE_STALLED": (1.0, 1000),
+        "ENGINE_STARTING": (1.0, 1000),
+    }
 
 
 async def test_duplicate_live_id_ends_the_stream(served: Running) -> None:

@@ -8,6 +8,7 @@ import logging
 import os
 import sys
 import threading
+import time
 
 import pytest
 
@@ -99,6 +100,36 @@ def test_a_broken_stream_ends_nothing(problem: type[Exception]) -> None:
     handler = BackgroundHandler(Broken())  # type: ignore[arg-type]
     for _ in range(3):
         handler.emit(logging.makeLogRecord({"msg": "x"}))
+    handler.close()
+
+
+def test_a_line_that_cannot_be_made_ends_no_other() -> None:
+    class Odd:
+        def __str__(self) -> str:
+            raise RuntimeError("odd")
+
+    gate = Gate()
+    gate.open.set()
+    handler = BackgroundHandler(gate)  # type: ignore[arg-type]
+    handler.setFormatter(JsonFormatter())
+    handler.emit(logging.makeLogRecord({"msg": "of %s", "args": (Odd(),)}))
+    handler.emit(logging.makeLogRecord({"msg": "last"}))
+    handler.close()
+    assert [line["message"] for line in gate.lines] == ["a log line could not be made", "last"]
+    assert (gate.lines[0]["line"], gate.lines[0]["problem"]) == ("of %s", "RuntimeError")
+
+
+def test_warnings_do_not_wait_for_lines_to_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("service.logs.GATHER_SECONDS", 3600.0)
+    gate = Gate()
+    gate.open.set()
+    handler = BackgroundHandler(gate)  # type: ignore[arg-type]
+    handler.setFormatter(JsonFormatter())
+    for count, level in enumerate(("INFO", "WARNING", "ERROR"), start=1):
+        handler.emit(logging.makeLogRecord({"msg": level, "levelname": level, "levelno": logging.getLevelName(level)}))
+        until = time.monotonic() + 10
+        while len(gate.lines) < count:
+            assert time.monotonic() < until, level
     handler.close()
 
 

@@ -97,6 +97,18 @@ async def test_detokenize_refuses_ids_outside_the_vocabulary(served: Running) ->
     assert error_status(error.value).fields == ["token_ids[1]"]
 
 
+async def test_ids_beyond_a_bound_are_refused_by_name(served: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before they are looked at. Those of a whole context are always taken."""
+    monkeypatch.setattr("service.convert.tokenization.MAX_DETOKENIZED_IDS", 100)
+    most = served.engine.info.max_context_tokens
+    assert (await served.tokenization.Detokenize(pb.DetokenizeRequest(token_ids=[97] * most), timeout=5)).text
+    with pytest.raises(aio.AioRpcError) as error:
+        await served.tokenization.Detokenize(pb.DetokenizeRequest(token_ids=[300] * (most + 1)), timeout=5)
+    status = error_status(error.value)
+    assert (status.code, status.fields) == (grpc.StatusCode.INVALID_ARGUMENT, ["token_ids"])
+    assert status.message == f"token_ids: has {most + 1} ids; at most {most} are detokenized at a time"
+
+
 async def test_downloaded_tokenizer_works(served: Running) -> None:
     chunks = [c async for c in served.tokenization.DownloadTokenizer(pb.DownloadTokenizerRequest(), timeout=5)]
     data = b"".join(chunk.data for chunk in chunks)
