@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
@@ -37,10 +38,12 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True)
 class DecoderWeights:
-    """A whole model on its device. Where they are tied, `head` is made of `embedding` (on CUDA, the same memory)."""
+    """A whole model on its device. Where they are tied, `head` is made of `embedding`, and `last_kv` of the last
+    layer's `qkv`: its rows of keys and values (on CUDA, the same memory)."""
 
     embedding: Tensor
     layers: list[LayerWeights]
+    last_kv: Linear
     final_norm: Tensor
     head: Linear
 
@@ -56,11 +59,14 @@ class _Buffers:
         self.normed = rows(spec.hidden_size)
         self.projected = rows(spec.hidden_size)
         self.qkv = rows(spec.qkv_size)
+        kv_size = spec.qkv_size - spec.q_size
+        self.kv = self.qkv.view(-1)[: max_tokens * kv_size].view(max_tokens, kv_size)  # over the same memory
         self.query = rows(spec.q_size)
         self.attended = rows(spec.q_size)
         self.gate_up = rows(2 * spec.intermediate_size)
         self.activated = rows(spec.intermediate_size)
         self.scored = torch.zeros(max_logits, spec.hidden_size, device=device, dtype=dtype)
+        self.nowhere = torch.full((max_logits,), -1, device=device, dtype=torch.int64)  # as slots: K and V stay
         self.logits = torch.zeros(max_logits, spec.vocab_size, device=device, dtype=torch.float32)
         same = dtype == torch.float32
         self.head_out = self.logits if same else torch.zeros_like(self.logits, dtype=dtype)
@@ -158,11 +164,14 @@ class Decoder:
         rows = self._rows_to_finish(batch)
         self._has_hidden = rows is None
         for index, layer in enumerate(weights.layers):
-            attended = self._attended(index, normed, batch, own)
             if rows is not None and layer is weights.layers[-1]:
+                self._write_last_kv(normed, batch)
                 if wanted == 0:
                     return buffers.scored[:0]
-                attended, residual = self._picked(rows, attended, residual)
+                normed, residual = self._picked(rows, normed, residual)
+                attended = self._last_attended(normed, batch)
+            else:
+                attended = self._attended(index, normed, batch, own)
             normed = self._add(layer.o, attended, residual, layer.post_norm, own, batch.pdl)
             self.pulse()
             activated = self._activated(layer, normed, own, batch.pdl)
@@ -172,19 +181,60 @@ class Decoder:
         return torch.index_select(normed, 0, batch.logits_rows, out=buffers.scored[:wanted])
 
     def _rows_to_finish(self, batch: ForwardBatch) -> Tensor | None:
-        """The scored rows, if nobody reads the others behind the last layer's K and V; else None. Decode steps, whose
-        rows may not depend on how many they are, finish all."""
-        rows = batch.logits_rows
-        if rows is None or batch.keeps_hidden or batch.max_query_len == 1 or not self.weights.layers:
+        """The scored rows, if of the others nobody reads more than the last layer's K and V; else None. Decode steps,
+        whose rows may not depend on how many they are, finish all."""
+        if batch.scored is None or batch.keeps_hidden or batch.max_query_len == 1 or not self.weights.layers:
             return None
-        return rows if rows.shape[0] < batch.token_ids.shape[0] else None
+        return batch.logits_rows
 
-    def _picked(self, rows: Tensor, attended: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+    def _write_last_kv(self, normed: Tensor, batch: ForwardBatch) -> None:
+        """K and V of the last layer to the pool, from its normed rows [T, hidden]."""
+        linear, layer, spec = self.weights.last_kv, self.weights.layers[-1], self.spec
+        tokens, index = normed.shape[0], spec.num_layers - 1
+        no_query = normed[:, :0].view(tokens, 0, spec.head_dim)
+        bias = None if layer.qkv_bias is None else layer.qkv_bias[spec.q_size :]
+        write: Callable[..., None]
+        if self._makes_query_and_kv(linear, tokens):
+            write = partial(ops_prefill.query_and_kv, no_query, normed, linear.weight)
+        else:
+            write = partial(ops.write_kv, no_query, linear(normed, self._buffers.kv[:tokens], pdl=batch.pdl))
+        write(
+            *(batch.kv_pool, index, batch.positions, batch.slots, self._cos_sin[index]),
+            bias=bias,
+            k_norm=layer.k_norm,
+            norm_eps=spec.norm_eps,
+            pdl=batch.pdl,
+        )
+        self.pulse()
+
+    def _picked(self, rows: Tensor, normed: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         buffers, count = self._buffers, rows.shape[0]
         return (
-            torch.index_select(attended, 0, rows, out=buffers.query[:count]),
+            torch.index_select(normed, 0, rows, out=buffers.projected[:count]),
             torch.index_select(residual, 0, rows, out=buffers.scored[:count]),
         )
+
+    def _last_attended(self, normed: Tensor, batch: ForwardBatch) -> Tensor:
+        """Attended rows [n, q_size] of the last layer's normed rows [n, hidden] that are scored: a decode step of them,
+        but for K and V, which are the same to the bit whether a row is scored or not. Without `pdl`, as the attention
+        of a decode step may read keys before the kernel before it has ended."""
+        scored, index = batch.scored, self.spec.num_layers - 1
+        assert scored is not None
+        count = normed.shape[0]
+        step = replace(
+            batch,
+            positions=scored.positions,
+            slots=self._buffers.nowhere[:count],
+            block_tables=scored.block_tables,
+            query_start=scored.query_start,
+            context_lens=scored.context_lens,
+            max_query_len=1,
+            pdl=False,
+        )
+        qkv = self.weights.layers[index].qkv(normed, self._buffers.qkv[:count])
+        if qkv.is_cuda:
+            self._plan_attention(step)
+        return self._attend(index, self._turned(index, qkv, step), step)
 
     def _needs_own(self, batch: ForwardBatch) -> bool:
         """Prompts need not: each of their chunks is a step of its own, whose shape is always the same."""
@@ -275,7 +325,11 @@ class Decoder:
                 pdl=batch.pdl,
             )
             return attended
-        query = self._query(tokens)
+        return self._attend(index, self._turned(index, qkv, batch), batch)
+
+    def _turned(self, index: int, qkv: Tensor, batch: ForwardBatch) -> Tensor:
+        """Queries [T, q_heads, head_dim] of QKV rows, ready for attention; K and V go to the pool."""
+        layer, query = self.weights.layers[index], self._query(qkv.shape[0])
         ops.write_kv(
             query,
             qkv,
@@ -287,10 +341,10 @@ class Decoder:
             bias=layer.qkv_bias,
             q_norm=layer.q_norm,
             k_norm=layer.k_norm,
-            norm_eps=spec.norm_eps,
+            norm_eps=self.spec.norm_eps,
             pdl=batch.pdl,
         )
-        return self._attend(index, query, batch)
+        return query
 
     def _plan_attention(self, batch: ForwardBatch) -> None:
         """Once a step: every layer's attention is shared out over the GPU in the same way."""

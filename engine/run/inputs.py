@@ -18,10 +18,23 @@ HOST_TOKEN = -1  # in `sources`: the token's value is in `token_ids`
 
 
 @dataclass(frozen=True, slots=True)
+class ScoredArrays:
+    """As in ScoredRows."""
+
+    positions: Int32Array
+    context_lens: Int32Array
+    block_tables: Int32Array
+    query_start: Int32Array
+
+    def all(self) -> list[Int32Array]:
+        return [self.positions, self.context_lens, self.block_tables, self.query_start]
+
+
+@dataclass(frozen=True, slots=True)
 class StepArrays:
     """T tokens of S sequences, as in ForwardBatch. `sources` [T]: the slot whose newest token on the device is this
-    one, or HOST_TOKEN. `logits_rows`: None scores every row. `targets`: the slot of each scored row's sequence;
-    `wanted`: whether anything but the greedy token is read of its logits; `sampling`: its parameters.
+    one, or HOST_TOKEN. `logits_rows`: None scores every row, and `scored` with it. `targets`: the slot of each scored
+    row's sequence; `wanted`: whether anything but the greedy token is read of its logits; `sampling`: its parameters.
     `prefill_start`: query_start of the sequences behind the first `num_decodes`, counted from their first."""
 
     token_ids: Int32Array
@@ -32,6 +45,7 @@ class StepArrays:
     query_start: Int32Array
     context_lens: Int32Array
     logits_rows: Int64Array | None
+    scored: ScoredArrays | None
     targets: Int64Array
     wanted: Int32Array
     sampling: SamplingArrays
@@ -53,15 +67,17 @@ def prefill_arrays(plan: StepPlan, tables: BlockTables) -> StepArrays:
     rows = np.fromiter((entry.slot for entry in entries), dtype=np.int32, count=len(entries))
     positions = np.concatenate([np.arange(entry.start, entry.start + entry.count, dtype=np.int32) for entry in entries])
     token_ids, sources = _tokens(entries, int(query_start[-1]))
+    block_tables = tables.rows[rows, :width]
     return StepArrays(
         token_ids=token_ids,
         sources=sources,
         positions=positions,
         slots=_slots(tables, np.repeat(rows, counts), positions),
-        block_tables=tables.rows[rows, :width],
+        block_tables=block_tables,
         query_start=query_start,
         context_lens=context_lens,
         logits_rows=(query_start[1:] - 1)[sampled].astype(np.int64),
+        scored=scored_arrays(context_lens[sampled], block_tables[sampled]),
         targets=rows[sampled].astype(np.int64),
         wanted=np.ones(int(sampled.sum()), dtype=np.int32),
         sampling=sampling_arrays(plan.sampling, int(sampled.sum()), plan.edited),
@@ -69,6 +85,12 @@ def prefill_arrays(plan: StepPlan, tables: BlockTables) -> StepArrays:
         num_decodes=num_decodes,
         max_query_len=int(counts.max()),
     )
+
+
+def scored_arrays(context_lens: Int32Array, block_tables: Int32Array) -> ScoredArrays:
+    """Of sequences whose last rows are scored."""
+    query_start = np.arange(len(context_lens) + 1, dtype=np.int32)
+    return ScoredArrays(context_lens - 1, context_lens, block_tables, query_start)
 
 
 def decode_arrays(plan: StepPlan, tables: BlockTables, bucket: int) -> StepArrays:
@@ -98,6 +120,7 @@ def decode_arrays(plan: StepPlan, tables: BlockTables, bucket: int) -> StepArray
         query_start=np.arange(bucket + 1, dtype=np.int32),
         context_lens=context_lens,
         logits_rows=None,
+        scored=None,
         targets=targets,
         wanted=_wanted(plan, bucket),
         sampling=sampling_arrays(plan.sampling, bucket, plan.edited),
