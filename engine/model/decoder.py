@@ -10,7 +10,9 @@ from functools import partial
 import torch
 
 from engine import ops, ops_prefill
+from engine.model.attention_calls import AttentionCall, attention_calls
 from engine.model.batch import ForwardBatch
+from engine.model.buffers import Buffers, Rows
 from engine.model.decode_chain import DecodeChain
 from engine.model.layers import Linear
 from engine.model.rope import cos_sin_table, identity_table
@@ -48,28 +50,14 @@ class DecoderWeights:
     head: Linear
 
 
-class _Buffers:
-    """Activations of one step, claimed once for `max_tokens` rows."""
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """A batch with what every layer needs for it. own: as in Linear."""
 
-    def __init__(self, spec: ModelSpec, max_tokens: int, max_logits: int, device: torch.device, dtype: torch.dtype):
-        def rows(width: int) -> Tensor:
-            return torch.zeros(max_tokens, width, device=device, dtype=dtype)
-
-        self.residual = rows(spec.hidden_size)
-        self.normed = rows(spec.hidden_size)
-        self.projected = rows(spec.hidden_size)
-        self.qkv = rows(spec.qkv_size)
-        kv_size = spec.qkv_size - spec.q_size
-        self.kv = self.qkv.view(-1)[: max_tokens * kv_size].view(max_tokens, kv_size)  # over the same memory
-        self.query = rows(spec.q_size)
-        self.attended = rows(spec.q_size)
-        self.gate_up = rows(2 * spec.intermediate_size)
-        self.activated = rows(spec.intermediate_size)
-        self.scored = torch.zeros(max_logits, spec.hidden_size, device=device, dtype=dtype)
-        self.nowhere = torch.full((max_logits,), -1, device=device, dtype=torch.int64)  # as slots: K and V stay
-        self.logits = torch.zeros(max_logits, spec.vocab_size, device=device, dtype=torch.float32)
-        same = dtype == torch.float32
-        self.head_out = self.logits if same else torch.zeros_like(self.logits, dtype=dtype)
+    batch: ForwardBatch
+    rows: Rows
+    calls: list[AttentionCall]
+    own: bool
 
 
 class Decoder:
@@ -103,7 +91,7 @@ class Decoder:
         self.pulse: Callable[[], None] = _no_pulse  # called after each large piece of `forward`
         self._scale = spec.head_dim**-0.5
         self._cos_sin = self._tables()
-        self._buffers = _Buffers(spec, max_tokens, max_logits, device, dtype)
+        self._buffers = Buffers(spec, max_tokens, max_logits, device, dtype)
         self._fuses_attention = device.type == "cuda" and spec.rope.rotary_dim == spec.head_dim
         self._batch_invariant = batch_invariant
         self._has_hidden = True
@@ -123,10 +111,9 @@ class Decoder:
         chain, rows = self._chain_for(batch), batch.token_ids.shape[0]
         if chain is None:
             return self.logits(self.forward(batch), own=self._needs_own(batch))
-        buffers = self._buffers
-        logits = buffers.logits[:rows]
-        qkv, activated = buffers.qkv[:rows], buffers.activated[:rows]
-        chain.run(batch, lambda index, rows: self._attention(index, rows, batch), qkv, activated, logits)
+        step, logits = self._step(batch), self._buffers.logits[:rows]
+        attention = partial(self._attention, step=step)
+        chain.run(batch, attention, step.rows.qkv, step.rows.activated, logits)
         return logits
 
     def finds_best(self, batch: ForwardBatch) -> bool:
@@ -158,27 +145,34 @@ class Decoder:
         wanted = tokens if batch.logits_rows is None else batch.logits_rows.shape[0]
         if tokens > self.max_tokens or wanted > self.max_logits:
             raise ValueError(f"{tokens} tokens and {wanted} scored rows exceed {self.max_tokens} and {self.max_logits}")
-        buffers, weights, eps, own = self._buffers, self.weights, self.spec.norm_eps, self._needs_own(batch)
-        residual, normed = self._embed(batch), buffers.normed[:tokens]
-        ops.rms_norm(normed, residual, self._first_norm, eps, pdl=batch.pdl)
+        buffers, weights = self._buffers, self.weights
+        residual = self._embed(batch)
+        step = self._step(batch)
+        normed = step.rows.normed
+        ops.rms_norm(normed, residual, self._first_norm, self.spec.norm_eps, pdl=batch.pdl)
         rows = self._rows_to_finish(batch)
         self._has_hidden = rows is None
         for index, layer in enumerate(weights.layers):
             if rows is not None and layer is weights.layers[-1]:
-                self._write_last_kv(normed, batch)
+                self._write_last_kv(normed, step)
                 if wanted == 0:
                     return buffers.scored[:0]
                 normed, residual = self._picked(rows, normed, residual)
-                attended = self._last_attended(normed, batch)
+                step = self._last_step(batch)
+                attended = self._last_attended(normed, step)
             else:
-                attended = self._attended(index, normed, batch, own)
-            normed = self._add(layer.o, attended, residual, layer.post_norm, own, batch.pdl)
+                attended = self._attended(index, normed, step)
+            normed = self._add(layer.o, attended, residual, layer.post_norm, step)
             self.pulse()
-            activated = self._activated(layer, normed, own, batch.pdl)
-            self._add(layer.down, activated, residual, self._norm_after(index), own, batch.pdl)
+            activated = self._activated(layer, normed, step)
+            self._add(layer.down, activated, residual, self._norm_after(index), step)
         if rows is not None or batch.logits_rows is None:
             return normed
         return torch.index_select(normed, 0, batch.logits_rows, out=buffers.scored[:wanted])
+
+    def _step(self, batch: ForwardBatch) -> _Step:
+        tokens = batch.token_ids.shape[0]
+        return _Step(batch, self._buffers.rows(tokens), attention_calls(batch), self._needs_own(batch))
 
     def _rows_to_finish(self, batch: ForwardBatch) -> Tensor | None:
         """The scored rows, if of the others nobody reads more than the last layer's K and V; else None. Decode steps,
@@ -187,9 +181,9 @@ class Decoder:
             return None
         return batch.logits_rows
 
-    def _write_last_kv(self, normed: Tensor, batch: ForwardBatch) -> None:
+    def _write_last_kv(self, normed: Tensor, step: _Step) -> None:
         """K and V of the last layer to the pool, from its normed rows [T, hidden]."""
-        linear, layer, spec = self.weights.last_kv, self.weights.layers[-1], self.spec
+        linear, layer, spec, batch = self.weights.last_kv, self.weights.layers[-1], self.spec, step.batch
         tokens, index = normed.shape[0], spec.num_layers - 1
         no_query = normed[:, :0].view(tokens, 0, spec.head_dim)
         bias = None if layer.qkv_bias is None else layer.qkv_bias[spec.q_size :]
@@ -197,7 +191,7 @@ class Decoder:
         if self._makes_query_and_kv(linear, tokens):
             write = partial(ops_prefill.query_and_kv, no_query, normed, linear.weight)
         else:
-            write = partial(ops.write_kv, no_query, linear(normed, self._buffers.kv[:tokens], pdl=batch.pdl))
+            write = partial(ops.write_kv, no_query, linear(normed, step.rows.kv, pdl=batch.pdl))
         write(
             *(batch.kv_pool, index, batch.positions, batch.slots, self._cos_sin[index]),
             bias=bias,
@@ -214,13 +208,12 @@ class Decoder:
             torch.index_select(residual, 0, rows, out=buffers.scored[:count]),
         )
 
-    def _last_attended(self, normed: Tensor, batch: ForwardBatch) -> Tensor:
-        """Attended rows [n, q_size] of the last layer's normed rows [n, hidden] that are scored: a decode step of them,
-        but for K and V, which are the same to the bit whether a row is scored or not. Without `pdl`, as the attention
-        of a decode step may read keys before the kernel before it has ended."""
-        scored, index = batch.scored, self.spec.num_layers - 1
+    def _last_step(self, batch: ForwardBatch) -> _Step:
+        """The scored rows as a decode step, but for K and V, which are the same to the bit whether a row is scored or
+        not, and without `pdl`: a decode step's attention may read keys before the kernel before it has ended."""
+        scored = batch.scored
         assert scored is not None
-        count = normed.shape[0]
+        count = scored.positions.shape[0]
         step = replace(
             batch,
             positions=scored.positions,
@@ -231,9 +224,14 @@ class Decoder:
             max_query_len=1,
             pdl=False,
         )
-        qkv = self.weights.layers[index].qkv(normed, self._buffers.qkv[:count])
+        return _Step(step, self._buffers.rows(count), attention_calls(step), own=False)
+
+    def _last_attended(self, normed: Tensor, step: _Step) -> Tensor:
+        """Attended rows [n, q_size] of the last layer's normed rows [n, hidden] that are scored."""
+        index = self.spec.num_layers - 1
+        qkv = self.weights.layers[index].qkv(normed, step.rows.qkv)
         if qkv.is_cuda:
-            self._plan_attention(step)
+            self._plan_attention(step.batch)
         return self._attend(index, self._turned(index, qkv, step), step)
 
     def _needs_own(self, batch: ForwardBatch) -> bool:
@@ -273,41 +271,36 @@ class Decoder:
         ops.embed(embedded, self.weights.embedding, batch.token_ids, batch.sources, batch.newest, pdl=batch.pdl)
         return embedded
 
-    def _attended(self, index: int, normed: Tensor, batch: ForwardBatch, own: bool) -> Tensor:
+    def _attended(self, index: int, normed: Tensor, step: _Step) -> Tensor:
         """Attended rows [T, q_size] of normed rows [T, hidden]; K and V go to the pool."""
-        tokens, layer, spec = normed.shape[0], self.weights.layers[index], self.spec
-        if batch.max_query_len > 1 and self._makes_query_and_kv(layer.qkv, tokens):
-            query = self._query(tokens)
+        batch, layer = step.batch, self.weights.layers[index]
+        if batch.max_query_len > 1 and self._makes_query_and_kv(layer.qkv, normed.shape[0]):
+            query = step.rows.query
             ops_prefill.query_and_kv(
                 *(query, normed, layer.qkv.weight, batch.kv_pool, index),
                 *(batch.positions, batch.slots, self._cos_sin[index]),
                 bias=layer.qkv_bias,
                 q_norm=layer.q_norm,
                 k_norm=layer.k_norm,
-                norm_eps=spec.norm_eps,
+                norm_eps=self.spec.norm_eps,
                 pdl=batch.pdl,
             )
             self.pulse()
-            return self._attend(index, query, batch)
-        qkv = layer.qkv(normed, self._buffers.qkv[:tokens], own=own, pdl=batch.pdl)
+            return self._attend(index, query, step)
+        qkv = layer.qkv(normed, step.rows.qkv, own=step.own, pdl=batch.pdl)
         self.pulse()
-        return self._attention(index, qkv, batch)
+        return self._attention(index, qkv, step)
 
     def _makes_query_and_kv(self, linear: Linear, tokens: int) -> bool:
         rotates_all = self.spec.rope.rotary_dim == self.spec.head_dim
         return rotates_all and linear.makes_query_and_kv(tokens, self.spec.head_dim)
 
-    def _query(self, tokens: int) -> Tensor:
-        return self._buffers.query[:tokens].view(tokens, self.spec.q_heads, self.spec.head_dim)
-
-    def _attention(self, index: int, qkv: Tensor, batch: ForwardBatch) -> Tensor:
+    def _attention(self, index: int, qkv: Tensor, step: _Step) -> Tensor:
         """Attended rows [T, q_size] of QKV rows [T, qkv_size]; K and V go to the pool."""
-        tokens, spec = qkv.shape[0], self.spec
-        layer = self.weights.layers[index]
+        batch, layer = step.batch, self.weights.layers[index]
         if self._fuses_attention and batch.max_query_len == 1 and batch.workspace is not None:
-            attended = self._buffers.attended[:tokens]
             ops.decode_attention(
-                attended.view(tokens, spec.q_heads, spec.head_dim),
+                step.rows.attended_heads,
                 qkv,
                 batch.kv_pool,
                 index,
@@ -319,17 +312,17 @@ class Decoder:
                 bias=layer.qkv_bias,
                 q_norm=layer.q_norm,
                 k_norm=layer.k_norm,
-                norm_eps=spec.norm_eps,
+                norm_eps=self.spec.norm_eps,
                 planned=True,
                 fixed=self._batch_invariant,
                 pdl=batch.pdl,
             )
-            return attended
-        return self._attend(index, self._turned(index, qkv, batch), batch)
+            return step.rows.attended
+        return self._attend(index, self._turned(index, qkv, step), step)
 
-    def _turned(self, index: int, qkv: Tensor, batch: ForwardBatch) -> Tensor:
+    def _turned(self, index: int, qkv: Tensor, step: _Step) -> Tensor:
         """Queries [T, q_heads, head_dim] of QKV rows, ready for attention; K and V go to the pool."""
-        layer, query = self.weights.layers[index], self._query(qkv.shape[0])
+        batch, layer, query = step.batch, self.weights.layers[index], step.rows.query
         ops.write_kv(
             query,
             qkv,
@@ -352,26 +345,24 @@ class Decoder:
             raise ValueError("attention on CUDA needs a workspace")
         spec = self.spec
         shape = (spec.q_heads, spec.kv_heads, spec.head_dim, batch.workspace)
-        for call in _attention_calls(batch):
-            lens = batch.context_lens[call.sequences]
+        for call in attention_calls(batch):
             if call.max_query_len == 1:
-                ops.plan_attention(lens, *shape, fixed=self._batch_invariant)
+                ops.plan_attention(call.context_lens, *shape, fixed=self._batch_invariant)
             else:
-                ops.plan_prefill(call.query_start, lens, *shape)
+                ops.plan_prefill(call.query_start, call.context_lens, *shape)
 
-    def _attend(self, index: int, query: Tensor, batch: ForwardBatch) -> Tensor:
+    def _attend(self, index: int, query: Tensor, step: _Step) -> Tensor:
         """Attended rows [T, q_size] of queries [T, q_heads, head_dim]."""
-        attended = self._buffers.attended[: query.shape[0]]
-        out = attended.view(query.shape)
-        for call in _attention_calls(batch) if out.is_cuda else [_whole(batch)]:
+        batch, out = step.batch, step.rows.attended_heads
+        for call in step.calls:
             ops.paged_attention(
-                out[call.rows],
-                query[call.rows],
+                out if call.rows is None else out[call.rows],
+                query if call.rows is None else query[call.rows],
                 batch.kv_pool,
                 index,
-                batch.block_tables[call.sequences],
+                call.block_tables,
                 call.query_start,
-                batch.context_lens[call.sequences],
+                call.context_lens,
                 max_query_len=call.max_query_len,
                 scale=self._scale,
                 workspace=batch.workspace,
@@ -379,24 +370,22 @@ class Decoder:
                 fixed=self._batch_invariant,
                 pdl=batch.pdl,
             )
-        return attended
+        return step.rows.attended
 
-    def _add(self, linear: Linear, x: Tensor, residual: Tensor, norm: Tensor, own: bool, pdl: bool) -> Tensor:
+    def _add(self, linear: Linear, x: Tensor, residual: Tensor, norm: Tensor, step: _Step) -> Tensor:
         """The residual stream grows by x W^T; returns what the next layer reads of it, normed rows."""
-        tokens, buffers, eps = x.shape[0], self._buffers, self.spec.norm_eps
-        normed = buffers.normed[:tokens]
+        rows, eps, own, pdl = step.rows, self.spec.norm_eps, step.own, step.batch.pdl
         if linear.add(x, residual, own=own, pdl=pdl):
-            ops.rms_norm(normed, residual, norm, eps, pdl=pdl)
-            return normed
-        projected = linear(x, buffers.projected[:tokens], own=own, pdl=pdl)
-        ops.rms_norm(normed, projected, norm, eps, residual=residual, pdl=pdl)
-        return normed
+            ops.rms_norm(rows.normed, residual, norm, eps, pdl=pdl)
+            return rows.normed
+        projected = linear(x, rows.projected, own=own, pdl=pdl)
+        ops.rms_norm(rows.normed, projected, norm, eps, residual=residual, pdl=pdl)
+        return rows.normed
 
-    def _activated(self, layer: LayerWeights, normed: Tensor, own: bool, pdl: bool) -> Tensor:
-        tokens, buffers = normed.shape[0], self._buffers
-        activated = buffers.activated[:tokens]
+    def _activated(self, layer: LayerWeights, normed: Tensor, step: _Step) -> Tensor:
+        activated, own, pdl = step.rows.activated, step.own, step.batch.pdl
         if not layer.gate_up.gate_up(normed, activated, own=own, pdl=pdl):
-            gate_up = layer.gate_up(normed, buffers.gate_up[:tokens], own=own, pdl=pdl)
+            gate_up = layer.gate_up(normed, step.rows.gate_up, own=own, pdl=pdl)
             self.pulse()
             ops.silu_mul(activated, gate_up, pdl=pdl)
         return activated
@@ -411,28 +400,3 @@ def _log_prefill_kernels(spec: ModelSpec, dtype: torch.dtype, max_tokens: int) -
 
 def _no_pulse() -> None:
     pass
-
-
-@dataclass(frozen=True, slots=True)
-class _AttentionCall:
-    """Which of a step's rows and sequences one call of paged attention takes."""
-
-    rows: slice
-    sequences: slice
-    query_start: Tensor
-    max_query_len: int
-
-
-def _whole(batch: ForwardBatch) -> _AttentionCall:
-    return _AttentionCall(slice(None), slice(None), batch.query_start, batch.max_query_len)
-
-
-def _attention_calls(batch: ForwardBatch) -> list[_AttentionCall]:
-    """One call, or two for a mixed step on CUDA, whose decodes and chunks have kernels of their own."""
-    decodes = batch.num_decodes
-    if batch.max_query_len == 1 or not decodes or batch.prefill_start is None:
-        return [_whole(batch)]
-    return [
-        _AttentionCall(slice(0, decodes), slice(0, decodes), batch.query_start[: decodes + 1], 1),
-        _AttentionCall(slice(decodes, None), slice(decodes, None), batch.prefill_start, batch.max_query_len),
-    ]
