@@ -83,7 +83,7 @@ def query_and_kv(
     pdl: bool = False,
 ) -> None:
     """`ops.write_kv` of qkv = x [T, K] W^T in one kernel: qkv is never stored, nor rounded. weight [(Hq + 2 Hkv) D, K].
-    The whole head rotates: cos_sin [positions, D]."""
+    The whole head rotates: cos_sin [positions, D]. Hq may be 0: keys and values alone."""
     _runtime.prefill_qkv(
         query_out,
         x,
