@@ -89,8 +89,8 @@ def write_kv(
 ) -> None:
     """Bias, QK-norm, RoPE; K and V into the pool, rotated queries into `query_out`.
 
-    query_out [T, Hq, D], Hq may be 0; qkv [T, (Hq + 2 Hkv) * D], rows may be strided; positions [T]; slots [T] int64, -1 skips;
-    cos_sin [max_positions, rotary_dim] fp32; bias [(Hq + 2 Hkv) * D]; q_norm, k_norm [D].
+    query_out [T, Hq, D], Hq may be 0; qkv [T, (Hq + 2 Hkv) * D], rows may be strided; positions [T]; slots [T] int64,
+    -1 skips; cos_sin [max_positions, rotary_dim] fp32; bias [(Hq + 2 Hkv) * D]; q_norm, k_norm [D].
     """
     _runtime.write_kv(
         query_out,

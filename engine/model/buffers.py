@@ -48,7 +48,7 @@ class Buffers:
         self.gate_up = rows(2 * spec.intermediate_size)
         self.activated = rows(spec.intermediate_size)
         self.scored = torch.zeros(max_logits, spec.hidden_size, device=device, dtype=dtype)
-        self.nowhere = torch.full((max_logits,), -1, device=device, dtype=torch.int64)  # as slots: K and V stay
+        self.nowhere = torch.full((max_tokens,), -1, device=device, dtype=torch.int64)  # as slots: K and V stay
         self.logits = torch.zeros(max_logits, spec.vocab_size, device=device, dtype=torch.float32)
         same = dtype == torch.float32
         self.head_out = self.logits if same else torch.zeros_like(self.logits, dtype=dtype)

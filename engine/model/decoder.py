@@ -153,12 +153,13 @@ class Decoder:
         rows = self._rows_to_finish(batch)
         self._has_hidden = rows is None
         for index, layer in enumerate(weights.layers):
-            if rows is not None and layer is weights.layers[-1]:
+            if batch.max_query_len > 1 and layer is weights.layers[-1]:
                 self._write_last_kv(normed, step)
-                if wanted == 0:
+                if rows is not None and wanted == 0:
                     return buffers.scored[:0]
-                normed, residual = self._picked(rows, normed, residual)
-                step = self._last_step(batch)
+                if rows is not None:
+                    normed, residual = self._picked(rows, normed, residual)
+                step = self._last_step(step)
                 attended = self._last_attended(normed, step)
             else:
                 attended = self._attended(index, normed, step)
@@ -182,7 +183,8 @@ class Decoder:
         return batch.logits_rows
 
     def _write_last_kv(self, normed: Tensor, step: _Step) -> None:
-        """K and V of the last layer to the pool, from its normed rows [T, hidden]."""
+        """K and V of the last layer to the pool, from its normed rows [T, hidden]. By the same kernels whatever else is
+        computed there: a prompt that is computed again, with nothing scored any more, leaves the same bits."""
         linear, layer, spec, batch = self.weights.last_kv, self.weights.layers[-1], self.spec, step.batch
         tokens, index = normed.shape[0], spec.num_layers - 1
         no_query = normed[:, :0].view(tokens, 0, spec.head_dim)
@@ -208,30 +210,31 @@ class Decoder:
             torch.index_select(residual, 0, rows, out=buffers.scored[:count]),
         )
 
-    def _last_step(self, batch: ForwardBatch) -> _Step:
-        """The scored rows as a decode step, but for K and V, which are the same to the bit whether a row is scored or
-        not, and without `pdl`: a decode step's attention may read keys before the kernel before it has ended."""
-        scored = batch.scored
-        assert scored is not None
-        count = scored.positions.shape[0]
-        step = replace(
+    def _last_step(self, step: _Step) -> _Step:
+        """The last layer's, behind its K and V: as it is but for those, or the scored rows' alone, which attend as in a
+        decode step. That without `pdl`: its attention may read keys before the kernel before it has ended."""
+        batch, nowhere = step.batch, self._buffers.nowhere
+        if self._rows_to_finish(batch) is None or batch.scored is None:
+            return replace(step, batch=replace(batch, slots=nowhere[: batch.slots.shape[0]]))
+        scored, count = batch.scored, batch.scored.positions.shape[0]
+        decode = replace(
             batch,
             positions=scored.positions,
-            slots=self._buffers.nowhere[:count],
+            slots=nowhere[:count],
             block_tables=scored.block_tables,
             query_start=scored.query_start,
             context_lens=scored.context_lens,
             max_query_len=1,
             pdl=False,
         )
-        return _Step(step, self._buffers.rows(count), attention_calls(step), own=False)
+        if scored.positions.is_cuda:
+            self._plan_attention(decode)
+        return _Step(decode, self._buffers.rows(count), attention_calls(decode), own=False)
 
     def _last_attended(self, normed: Tensor, step: _Step) -> Tensor:
-        """Attended rows [n, q_size] of the last layer's normed rows [n, hidden] that are scored."""
+        """Attended rows [n, q_size] of the last layer's normed rows [n, hidden], whose K and V are in the pool."""
         index = self.spec.num_layers - 1
-        qkv = self.weights.layers[index].qkv(normed, step.rows.qkv)
-        if qkv.is_cuda:
-            self._plan_attention(step.batch)
+        qkv = self.weights.layers[index].qkv(normed, step.rows.qkv, pdl=step.batch.pdl)
         return self._attend(index, self._turned(index, qkv, step), step)
 
     def _needs_own(self, batch: ForwardBatch) -> bool:

@@ -106,6 +106,10 @@ def test_only_scored_rows_are_multiplied_and_attend_there(model: Decoder, monkey
         behind = [len(sequences)] if sequences else []
         assert multiplied == before + [(rows, width) for rows in behind for width in layer]
         assert attending == [TOKENS] * (spec.num_layers - 1) + behind
+    batch = last_rows_of(model, [0, 2], keeps_hidden=True)
+    multiplied.clear()
+    model.forward(batch)
+    assert multiplied == before + [(TOKENS, width) for width in layer]  # K and V by the same product as before
 
 
 def test_hidden_states_of_other_rows_are_kept_on_request(model: Decoder) -> None:
