@@ -18,8 +18,10 @@ LinearWeight = _runtime.LinearWeight
 MAX_FIXED_PAIRS = 1024  # of sequences and KV heads, in attention on CUDA with `fixed`: kTickets / kFixedParts there
 
 
-def _stream(tensor: Tensor) -> int:
-    return int(torch.cuda.current_stream(tensor.device).cuda_stream) if tensor.is_cuda else 0
+def current_stream(tensor: Tensor) -> int:
+    """Of the tensor's device, as a CUDA handle; 0 on the CPU. (torch's public way makes an object, which takes the host
+    as long as half a launch.)"""
+    return torch._C._cuda_getCurrentRawStream(tensor.get_device()) if tensor.is_cuda else 0
 
 
 def paged_attention(
@@ -56,7 +58,7 @@ def paged_attention(
         max_query_len,
         scale,
         workspace,
-        _stream(query),
+        current_stream(query),
         planned,
         fixed,
         pdl,
@@ -87,8 +89,8 @@ def write_kv(
 ) -> None:
     """Bias, QK-norm, RoPE; K and V into the pool, rotated queries into `query_out`.
 
-    query_out [T, Hq, D]; qkv [T, (Hq + 2 Hkv) * D], rows may be strided; positions [T]; slots [T] int64, -1 skips;
-    cos_sin [max_positions, rotary_dim] fp32; bias [(Hq + 2 Hkv) * D]; q_norm, k_norm [D].
+    query_out [T, Hq, D], Hq may be 0; qkv [T, (Hq + 2 Hkv) * D], rows may be strided; positions [T]; slots [T] int64,
+    -1 skips; cos_sin [max_positions, rotary_dim] fp32; bias [(Hq + 2 Hkv) * D]; q_norm, k_norm [D].
     """
     _runtime.write_kv(
         query_out,
@@ -102,26 +104,26 @@ def write_kv(
         q_norm,
         k_norm,
         norm_eps,
-        _stream(qkv),
+        current_stream(qkv),
         pdl,
     )
 
 
 def copy_blocks(kv_pool: Tensor, pairs: Tensor) -> None:
     """Copies whole blocks inside the pool. pairs [n, 2] int64: source, destination."""
-    _runtime.copy_blocks(kv_pool, pairs, _stream(kv_pool))
+    _runtime.copy_blocks(kv_pool, pairs, current_stream(kv_pool))
 
 
 def rms_norm(
     out: Tensor, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None, *, pdl: bool = False
 ) -> None:
     """out = RMSNorm(x) * weight, all [T, H]; with a residual, residual += x in place and the norm is of the sum."""
-    _runtime.rms_norm(out, x, residual, weight, eps, _stream(x), pdl)
+    _runtime.rms_norm(out, x, residual, weight, eps, current_stream(x), pdl)
 
 
 def silu_mul(out: Tensor, gate_up: Tensor, *, pdl: bool = False) -> None:
     """out [T, I] = silu(gate_up[:, :I]) * gate_up[:, I:]."""
-    _runtime.silu_mul(out, gate_up, _stream(out), pdl)
+    _runtime.silu_mul(out, gate_up, current_stream(out), pdl)
 
 
 def plan_attention(
@@ -139,7 +141,7 @@ def plan_attention(
     final, then call `paged_attention(..., planned=True)` with the same workspace. least_tokens: of a context that a
     thread block reads on its own; 0 lets the device choose. fixed: a sequence's bits depend on itself alone."""
     _runtime.plan_attention(
-        context_lens, q_heads, kv_heads, head_dim, workspace, _stream(context_lens), least_tokens, fixed, pdl
+        context_lens, q_heads, kv_heads, head_dim, workspace, current_stream(context_lens), least_tokens, fixed, pdl
     )
 
 
@@ -155,7 +157,9 @@ def plan_prefill(
 ) -> None:
     """Shares the attention of query chunks out over the GPU, for all layers of the step: as `plan_attention`, and in
     another part of the same workspace. query_start [S + 1], context_lens [S]."""
-    _runtime.plan_prefill(query_start, context_lens, q_heads, kv_heads, head_dim, workspace, _stream(context_lens), pdl)
+    _runtime.plan_prefill(
+        query_start, context_lens, q_heads, kv_heads, head_dim, workspace, current_stream(context_lens), pdl
+    )
 
 
 def decode_attention(
@@ -196,7 +200,7 @@ def decode_attention(
         q_norm,
         k_norm,
         norm_eps,
-        _stream(qkv),
+        current_stream(qkv),
         planned,
         fixed,
         pdl,
@@ -213,7 +217,7 @@ def embed(
     pdl: bool = False,
 ) -> None:
     """out [T, H] = table [vocabulary, H] at token_ids [T], or at newest[sources[t]] where sources [T] is not -1."""
-    _runtime.embed(out, table, token_ids, sources, newest, _stream(table), pdl)
+    _runtime.embed(out, table, token_ids, sources, newest, current_stream(table), pdl)
 
 
 def advance(
@@ -244,7 +248,7 @@ def advance(
         slots,
         block_tables,
         block_size,
-        _stream(table),
+        current_stream(table),
         pdl,
     )
 
@@ -286,7 +290,7 @@ def sample(
         targets,
         best,
         workspace,
-        _stream(logits),
+        current_stream(logits),
         pdl,
     )
 

@@ -8,11 +8,13 @@ cuda/include/octavo/tensor.h): what is read early are weights.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Literal
 
 import torch
 
 from engine import _runtime
+from engine.ops import current_stream
 
 Tensor = torch.Tensor
 
@@ -21,6 +23,7 @@ _KINDS: dict[Kind, int] = {"plain": 0, "add": 1, "gate_up": 2}
 _DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 
+@lru_cache(maxsize=1024)
 def efficiency(kind: Kind, rows: int, out_features: int, in_features: int, dtype: torch.dtype) -> float:
     """What part of the tensor cores' peak the kernel should reach at this shape; 0 if it does not serve it.
 
@@ -31,6 +34,7 @@ def efficiency(kind: Kind, rows: int, out_features: int, in_features: int, dtype
     return _runtime.prefill_linear_efficiency(_KINDS[kind], rows, out_features, in_features, _DTYPES[dtype])
 
 
+@lru_cache(maxsize=1024)
 def query_and_kv_efficiency(rows: int, qkv_features: int, head_dim: int, in_features: int, dtype: torch.dtype) -> float:
     """The same of `query_and_kv`, which serves heads of 64, 96 and 128."""
     if dtype not in _DTYPES or not torch.cuda.is_available():
@@ -39,8 +43,7 @@ def query_and_kv_efficiency(rows: int, qkv_features: int, head_dim: int, in_feat
 
 
 def _run(kind: Kind, out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, tile_columns: int, pdl: bool) -> None:
-    stream = int(torch.cuda.current_stream(x.device).cuda_stream)
-    _runtime.prefill_linear(_KINDS[kind], out, x, weight, bias, tile_columns, stream, pdl)
+    _runtime.prefill_linear(_KINDS[kind], out, x, weight, bias, tile_columns, current_stream(x), pdl)
 
 
 def linear(
@@ -80,7 +83,7 @@ def query_and_kv(
     pdl: bool = False,
 ) -> None:
     """`ops.write_kv` of qkv = x [T, K] W^T in one kernel: qkv is never stored, nor rounded. weight [(Hq + 2 Hkv) D, K].
-    The whole head rotates: cos_sin [positions, D]."""
+    The whole head rotates: cos_sin [positions, D]. Hq may be 0: keys and values alone."""
     _runtime.prefill_qkv(
         query_out,
         x,
@@ -95,6 +98,6 @@ def query_and_kv(
         k_norm,
         norm_eps,
         tile_columns,
-        int(torch.cuda.current_stream(x.device).cuda_stream),
+        current_stream(x),
         pdl,
     )

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Collection
 
+import numpy as np
+
 from engine.errors import InvalidRequestError
 from engine.types import GenerationRequest, SamplingParameters
 
@@ -50,10 +52,16 @@ def _check_sampling(sampling: SamplingParameters, vocab_size: int) -> None:
 
 
 def _check_ids(field: str, ids: Collection[int], vocab_size: int) -> None:
-    """Of a long prompt too, on the step thread: two passes at C's speed."""
+    """Of a long prompt too, on the step thread: one pass at C's speed, and one of numpy's over what it made."""
     if not ids:
         return
-    for bad in (min(ids), max(ids)):
+    try:
+        values = np.fromiter(ids, dtype=np.int32, count=len(ids))
+    except OverflowError:
+        ends = min(ids), max(ids)
+    else:
+        ends = int(values.min()), int(values.max())
+    for bad in ends:
         if not 0 <= bad < vocab_size:
             raise InvalidRequestError(field, f"token id {bad} is outside the vocabulary of {vocab_size}")
 

@@ -106,7 +106,7 @@ class Spy:
 def shapes(arrays: StepArrays) -> object:
     """Whatever a kernel or its plan may be chosen by: of a chunk also the lengths, by which its attention is shared
     out. A chunk that is computed again scores no row, which comes after all that it leaves behind."""
-    drawn = ("logits_rows", "targets", "wanted", "sampling")
+    drawn = ("logits_rows", "scored", "targets", "wanted", "sampling")
     fields: dict[str, Any] = {field.name: getattr(arrays, field.name) for field in dataclasses.fields(arrays)}
     found: list[object] = [getattr(value, "shape", value) for name, value in fields.items() if name not in drawn]
     if arrays.logits_rows is not None:

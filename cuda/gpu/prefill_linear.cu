@@ -16,7 +16,11 @@ PrefillTiles tiles_of(const PrefillLinearArgs& args, int columns) {
   PrefillTiles tiles{};
   tiles.rows = ceil_divide(args.num_tokens, kTileRows * kClusterBlocks);
   tiles.columns = ceil_divide(args.out_features, out_columns);
-  tiles.count = tiles.rows * tiles.columns;
+  const int all = tiles.rows * tiles.columns, clusters = current_device().multiprocessors / kClusterBlocks;
+  const int rest = all % clusters;
+  const int halved = 2 * rest <= clusters ? rest : 0;
+  tiles.whole = all - halved;
+  tiles.count = tiles.whole + 2 * halved;
   tiles.steps = ceil_divide(args.in_features, 64);
   tiles.num_tokens = args.num_tokens;
   tiles.out_features = args.out_features;
@@ -29,10 +33,11 @@ PrefillTiles tiles_of(const PrefillLinearArgs& args, int columns) {
 // matter.
 double efficiency(const PrefillLinearArgs& args, int columns) {
   constexpr double kTileCost = 256, kLaunchCost = 1280;  // beside the products
+  constexpr double kHalf = 0.85;                         // of a tile's: its stages are too short to hide a fetch
   const double step_cost = columns == 256 ? 256 : columns == 192 ? 200 : 150;
   const PrefillTiles tiles = tiles_of(args, columns);
   const int clusters = current_device().multiprocessors / kClusterBlocks;
-  const double rounds = ceil_divide(tiles.count, clusters);
+  const double rounds = ceil_divide(tiles.whole, clusters) + (tiles.count > tiles.whole ? kHalf : 0.0);
   const double halves = args.kind == PrefillLinear::kGateUp ? 2 : 1;
   const double work = halves * args.num_tokens * args.out_features * tiles.steps / (kTileRows * kClusterBlocks);
   return work / clusters / (rounds * (tiles.steps * step_cost + kTileCost) + kLaunchCost);
@@ -90,6 +95,7 @@ void prefill_linear(const PrefillLinearArgs& args) {
   const int weight_rows = args.kind == PrefillLinear::kGateUp ? 2 * args.out_features : args.out_features;
   const PrefillMaps maps{
       map_of(args.x, args.dtype, args.num_tokens, args.in_features, kTileRows),
+      map_of(args.x, args.dtype, args.num_tokens, args.in_features, kTileRows / 2),
       map_of(args.weight, args.dtype, weight_rows, args.in_features, columns / kClusterBlocks),
       map_of(args.out, args.dtype, args.num_tokens, args.out_features, 64),
   };
@@ -142,11 +148,13 @@ void prefill_qkv(const PrefillQkvArgs& args) {
                  pool.head_dim,
                  heads.q_heads,
                  pool.kv_heads};
-  const PrefillMaps maps{
-      map_of(args.x, pool.dtype, heads.num_tokens, args.in_features, kTileRows),
-      map_of(args.weight, pool.dtype, product.out_features, args.in_features, columns / kClusterBlocks),
-      map_of(heads.query_out, pool.dtype, heads.num_tokens, heads.q_heads * pool.head_dim, 64),
-  };
+  PrefillMaps maps{};
+  maps.x = map_of(args.x, pool.dtype, heads.num_tokens, args.in_features, kTileRows);
+  maps.half_x = map_of(args.x, pool.dtype, heads.num_tokens, args.in_features, kTileRows / 2);
+  maps.weight = map_of(args.weight, pool.dtype, product.out_features, args.in_features, columns / kClusterBlocks);
+  if (heads.q_heads > 0) {
+    maps.out = map_of(heads.query_out, pool.dtype, heads.num_tokens, heads.q_heads * pool.head_dim, 64);
+  }
   with_element(pool.dtype,
                [&]<class T>(T) { PrefillLinearKernels<T>::launch(product.kind, columns, tiles, maps, heads.launch); });
 }

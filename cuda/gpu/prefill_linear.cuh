@@ -32,19 +32,23 @@ struct PrefillHeads {
 };
 
 // The tiles of a cluster, in the order in which clusters take them: eight of one column of tiles, then of the next, so
-// that those in flight at one time share rows of x and of the weight in the L2.
+// that those in flight at one time share rows of x and of the weight in the L2. Where the last round would leave half
+// of the clusters idle, its tiles are halved: a cluster takes the upper or the lower half of both its blocks' rows.
 struct PrefillTiles {
   int rows;     // tiles, a cluster high
   int columns;  // tiles
-  int count;
-  int steps;  // of 64 of in_features
+  int whole;    // tiles that are not halved, the first ones
+  int count;    // of tiles and halves
+  int steps;    // of 64 of in_features
   int num_tokens;
   int out_features;
   const void* bias;
   PrefillHeads heads;
 
+  // The tile of tile or half `index`.
   __device__ __forceinline__ void find(int index, int& row, int& column) const {
     constexpr int kRowsAGroup = 8;
+    if (index > whole) index = whole + (index - whole) / 2;
     const int group = index / (kRowsAGroup * columns);
     const int in_group = index - group * kRowsAGroup * columns;
     const int height = min(kRowsAGroup, rows - group * kRowsAGroup);
@@ -54,7 +58,7 @@ struct PrefillTiles {
 };
 
 struct PrefillMaps {
-  CUtensorMap x, weight, out;
+  CUtensorMap x, half_x, weight, out;  // half_x: of halves of tiles
 };
 
 template <class T>

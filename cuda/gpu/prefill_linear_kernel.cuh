@@ -6,7 +6,7 @@
 //
 // Roles in a block: one warp fetches x and weights, 64 of in_features a stage; two warpgroups multiply, 64 rows each;
 // one warp for each of them moves finished tiles out (and residuals in). The second warpgroup runs kLag stages behind
-// the first, so that the epilogue of one runs beside the products of the other.
+// the first, so that the epilogue of one runs beside the products of the other. Half a tile is the first one's alone.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -88,6 +88,7 @@ class PrefillLinearBlock {
 
   struct Tile {
     int row, column;  // of out
+    int rows;
   };
 
   __device__ __forceinline__ int first_tile() const { return blockIdx.x / kClusterBlocks; }
@@ -95,8 +96,13 @@ class PrefillLinearBlock {
   __device__ __forceinline__ Tile tile_at(int index) const {
     int row, column;
     tiles_.find(index, row, column);
-    return {(row * kClusterBlocks + static_cast<int>(rank_)) * kTileRows, column * Shared::kOutColumns};
+    row = (row * kClusterBlocks + static_cast<int>(rank_)) * kTileRows;
+    const int half = index - tiles_.whole;
+    if (half >= 0) return {row + half % 2 * 64, column * Shared::kOutColumns, 64};
+    return {row, column * Shared::kOutColumns, kTileRows};
   }
+  // A cluster has at most one half, its last.
+  __device__ __forceinline__ int tiles_for(int group) const { return group == 0 ? tiles_.count : tiles_.whole; }
 
   static __device__ __forceinline__ void advance(int& stage, int& parity) {
     if (++stage == kStages) {
@@ -119,8 +125,8 @@ class PrefillLinearBlock {
           ptx::wait_for_phase(ptx::shared_address(&shared_.empty[stage]), parity ^ 1);
           fetch_weights(tile, k, stage);
         }
-        ptx::copy_tile(ptx::shared_address(shared_.x[stage]), &maps_.x, k * 64, tile.row,
-                       ptx::shared_address(&shared_.full[stage]));
+        ptx::copy_tile(ptx::shared_address(shared_.x[stage]), tile.rows == kTileRows ? &maps_.x : &maps_.half_x, k * 64,
+                       tile.row, ptx::shared_address(&shared_.full[stage]));
         advance(stage, parity);
       }
     }
@@ -128,12 +134,11 @@ class PrefillLinearBlock {
 
   // Half of the columns for both blocks, or with kGateUp the gate rows by one block and the up rows by the other.
   __device__ __forceinline__ void fetch_weights(const Tile& tile, int k, int stage) const {
-    constexpr uint32_t kBytes = (kTileRows + kColumns) * 128;
     constexpr uint16_t kBoth = (1 << kClusterBlocks) - 1;
     const int half = static_cast<int>(rank_);
     const int row = tile.column + half * (kKind == PrefillLinear::kGateUp ? tiles_.out_features : kHalf);
     const uint32_t full = ptx::shared_address(&shared_.full[stage]);
-    ptx::arrive_expecting(full, kBytes);
+    ptx::arrive_expecting(full, (tile.rows + kColumns) * 128);
     ptx::copy_tile_to_blocks(ptx::shared_address(shared_.weight[stage][half * kHalf]), &maps_.weight, k * 64, row, full,
                              kBoth);
   }
@@ -141,7 +146,8 @@ class PrefillLinearBlock {
   __device__ __forceinline__ void move_out(int group) const {
     ptx::wait_for_previous_kernel();
     int parity = 0;
-    for (int index = first_tile(); index < tiles_.count; index += step()) {
+    const int end = tiles_for(group);
+    for (int index = first_tile(); index < end; index += step()) {
       const Tile tile = tile_at(index);
       const int row = tile.row + 64 * group;
       if (index == first_tile()) {
@@ -158,7 +164,7 @@ class PrefillLinearBlock {
         // Its next use: a later line of this tile, or the next tile's.
         if (line + kBuffers < kLines) {
           offer(group, buffer, row, tile.column + 64 * (line + kBuffers));
-        } else if (index + step() < tiles_.count) {
+        } else if (index + step() < end) {
           const Tile next = tile_at(index + step());
           offer(group, buffer, next.row + 64 * group, next.column + 64 * buffer);
         }
@@ -188,7 +194,8 @@ class PrefillLinearBlock {
     int stage = 0, parity = 0, out_parity = 0;
     if (group == 1) asm volatile("bar.sync 1,256;" ::: "memory");
     bool leads = group == 0;
-    for (int index = first_tile(); index < tiles_.count; index += step()) {
+    int index = first_tile();
+    for (; index < tiles_for(group); index += step()) {
       const Tile tile = tile_at(index);
       if constexpr (kKind == PrefillLinear::kQkv) rows_.find(tiles_.heads, first_row(tile, group), tiles_.num_tokens);
       int before = 0;
@@ -212,6 +219,12 @@ class PrefillLinearBlock {
       release(before);
       if constexpr (kKind == PrefillLinear::kQkv) finish_heads(sums, tile, group);
       write(sums, group, tile.column, out_parity);
+    }
+    if (index >= tiles_.count) return;
+    for (int k = 0; k < tiles_.steps; ++k) {  // the other's half
+      ptx::wait_for_phase(ptx::shared_address(&shared_.full[stage]), parity);
+      release(stage);
+      advance(stage, parity);
     }
   }
 

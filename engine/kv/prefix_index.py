@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
+import msgspec
 import numpy as np
 
 from engine.kv.allocator import BlockAllocator
@@ -28,10 +29,10 @@ def hash64(data: bytes) -> int:
     return int.from_bytes(blake2b(data, digest_size=8).digest(), "little")
 
 
-@dataclass(frozen=True, slots=True)
-class _Entry:
+class _Entry(msgspec.Struct, frozen=True, gc=False):
     """What a published block holds. `serial` is new with every publication: a child names its parent's, so a child of
-    an evicted block cannot be reached through another block that has the same key."""
+    an evicted block cannot be reached through another block that has the same key. (A msgspec struct, since a prompt
+    has a hundred of them, made between its step and its first token.)"""
 
     key: int
     parent_key: int | None
@@ -115,18 +116,22 @@ class PrefixIndex:
             block = blocks[chain.blocks]
             holder = self._allocator.publish(block, key)
             if holder == block:
-                self._serials += 1
-                parent = chain.key if chain.blocks else None
-                added = _Entry(key, parent, self._serials, chain.serial, tokens, chain.salt)
-                self._entries[block] = added
-                if self._changes is not None and added.public:
-                    self._changes.append(added.stored())
-            entry = self._entries[holder]
-            if entry is None or not self._same(entry, key, chain, tokens):
+                entry: _Entry | None = self._enter(block, key, chain, tokens)
+            else:
+                entry = self._entries[holder]
+            if entry is None or (holder != block and not self._same(entry, key, chain, tokens)):
                 chain.broken = True
                 chain.ahead.clear()
                 return
             chain.blocks, chain.key, chain.serial = chain.blocks + 1, key, entry.serial
+
+    def _enter(self, block: int, key: int, chain: Chain, tokens: bytes) -> _Entry:
+        self._serials += 1
+        parent = chain.key if chain.blocks else None
+        entry = self._entries[block] = _Entry(key, parent, self._serials, chain.serial, tokens, chain.salt)
+        if self._changes is not None and entry.public:
+            self._changes.append(entry.stored())
+        return entry
 
     # -- for whoever follows the cache from outside --------------------------------------------------------------------
 

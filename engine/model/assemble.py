@@ -130,6 +130,10 @@ class _Loaded:
         # Out of the dictionary: what a CPU layer packs is freed before the next one is packed.
         return Linear(self.tensors.pop(key), self.tensors.get((layer, bias)), self._block_types[key])
 
+    def rows(self, layer: int, name: str, begin: int) -> Linear:
+        """Of a matrix that has not been taken yet, the rows from `begin` on."""
+        return Linear(self.tensors[layer, name][begin:], None, self._block_types[layer, name])
+
     def packed(self, item: Parameter) -> list[PackedMatrix]:
         """The pieces in blocks, if they share a format that the device multiplies."""
         if self._device.type != "cpu" or item.name not in _MATRICES:
@@ -192,8 +196,10 @@ def _resolve_tied_head(source: TensorSource, tensors: dict[tuple[int | None, str
 
 def _weights(spec: ModelSpec, loaded: _Loaded) -> DecoderWeights:
     embedding = loaded.tensors[None, "embedding"]
+    last_kv = loaded.rows(spec.num_layers - 1, "qkv", spec.q_size)
     return DecoderWeights(
         embedding=embedding,
+        last_kv=last_kv,
         layers=[_layer(layer, loaded) for layer in range(spec.num_layers)],
         final_norm=loaded.tensors[None, "final_norm"],
         head=loaded.linear(None, "head") if (None, "head") in loaded.tensors else Linear(embedding),

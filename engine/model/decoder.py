@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
 from engine import ops, ops_prefill
+from engine.model.attention_calls import AttentionCall, attention_calls
 from engine.model.batch import ForwardBatch
+from engine.model.buffers import Buffers, Rows
 from engine.model.decode_chain import DecodeChain
 from engine.model.layers import Linear
 from engine.model.rope import cos_sin_table, identity_table
@@ -37,33 +40,24 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True)
 class DecoderWeights:
-    """A whole model on its device. Where they are tied, `head` is made of `embedding` (on CUDA, the same memory)."""
+    """A whole model on its device. Where they are tied, `head` is made of `embedding`, and `last_kv` of the last
+    layer's `qkv`: its rows of keys and values (on CUDA, the same memory)."""
 
     embedding: Tensor
     layers: list[LayerWeights]
+    last_kv: Linear
     final_norm: Tensor
     head: Linear
 
 
-class _Buffers:
-    """Activations of one step, claimed once for `max_tokens` rows."""
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """A batch with what every layer needs for it. own: as in Linear."""
 
-    def __init__(self, spec: ModelSpec, max_tokens: int, max_logits: int, device: torch.device, dtype: torch.dtype):
-        def rows(width: int) -> Tensor:
-            return torch.zeros(max_tokens, width, device=device, dtype=dtype)
-
-        self.residual = rows(spec.hidden_size)
-        self.normed = rows(spec.hidden_size)
-        self.projected = rows(spec.hidden_size)
-        self.qkv = rows(spec.qkv_size)
-        self.query = rows(spec.q_size)
-        self.attended = rows(spec.q_size)
-        self.gate_up = rows(2 * spec.intermediate_size)
-        self.activated = rows(spec.intermediate_size)
-        self.scored = torch.zeros(max_logits, spec.hidden_size, device=device, dtype=dtype)
-        self.logits = torch.zeros(max_logits, spec.vocab_size, device=device, dtype=torch.float32)
-        same = dtype == torch.float32
-        self.head_out = self.logits if same else torch.zeros_like(self.logits, dtype=dtype)
+    batch: ForwardBatch
+    rows: Rows
+    calls: list[AttentionCall]
+    own: bool
 
 
 class Decoder:
@@ -97,7 +91,7 @@ class Decoder:
         self.pulse: Callable[[], None] = _no_pulse  # called after each large piece of `forward`
         self._scale = spec.head_dim**-0.5
         self._cos_sin = self._tables()
-        self._buffers = _Buffers(spec, max_tokens, max_logits, device, dtype)
+        self._buffers = Buffers(spec, max_tokens, max_logits, device, dtype)
         self._fuses_attention = device.type == "cuda" and spec.rope.rotary_dim == spec.head_dim
         self._batch_invariant = batch_invariant
         self._has_hidden = True
@@ -117,10 +111,9 @@ class Decoder:
         chain, rows = self._chain_for(batch), batch.token_ids.shape[0]
         if chain is None:
             return self.logits(self.forward(batch), own=self._needs_own(batch))
-        buffers = self._buffers
-        logits = buffers.logits[:rows]
-        qkv, activated = buffers.qkv[:rows], buffers.activated[:rows]
-        chain.run(batch, lambda index, rows: self._attention(index, rows, batch), qkv, activated, logits)
+        step, logits = self._step(batch), self._buffers.logits[:rows]
+        attention = partial(self._attention, step=step)
+        chain.run(batch, attention, step.rows.qkv, step.rows.activated, logits)
         return logits
 
     def finds_best(self, batch: ForwardBatch) -> bool:
@@ -152,39 +145,97 @@ class Decoder:
         wanted = tokens if batch.logits_rows is None else batch.logits_rows.shape[0]
         if tokens > self.max_tokens or wanted > self.max_logits:
             raise ValueError(f"{tokens} tokens and {wanted} scored rows exceed {self.max_tokens} and {self.max_logits}")
-        buffers, weights, eps, own = self._buffers, self.weights, self.spec.norm_eps, self._needs_own(batch)
-        residual, normed = self._embed(batch), buffers.normed[:tokens]
-        ops.rms_norm(normed, residual, self._first_norm, eps, pdl=batch.pdl)
+        buffers, weights = self._buffers, self.weights
+        residual = self._embed(batch)
+        step = self._step(batch)
+        normed = step.rows.normed
+        ops.rms_norm(normed, residual, self._first_norm, self.spec.norm_eps, pdl=batch.pdl)
         rows = self._rows_to_finish(batch)
         self._has_hidden = rows is None
         for index, layer in enumerate(weights.layers):
-            attended = self._attended(index, normed, batch, own)
-            if rows is not None and layer is weights.layers[-1]:
-                if wanted == 0:
+            if batch.max_query_len > 1 and layer is weights.layers[-1]:
+                self._write_last_kv(normed, step)
+                if rows is not None and wanted == 0:
                     return buffers.scored[:0]
-                attended, residual = self._picked(rows, attended, residual)
-            normed = self._add(layer.o, attended, residual, layer.post_norm, own, batch.pdl)
+                if rows is not None:
+                    normed, residual = self._picked(rows, normed, residual)
+                step = self._last_step(step)
+                attended = self._last_attended(normed, step)
+            else:
+                attended = self._attended(index, normed, step)
+            normed = self._add(layer.o, attended, residual, layer.post_norm, step)
             self.pulse()
-            activated = self._activated(layer, normed, own, batch.pdl)
-            self._add(layer.down, activated, residual, self._norm_after(index), own, batch.pdl)
+            activated = self._activated(layer, normed, step)
+            self._add(layer.down, activated, residual, self._norm_after(index), step)
         if rows is not None or batch.logits_rows is None:
             return normed
         return torch.index_select(normed, 0, batch.logits_rows, out=buffers.scored[:wanted])
 
-    def _rows_to_finish(self, batch: ForwardBatch) -> Tensor | None:
-        """The scored rows, if nobody reads the others behind the last layer's K and V; else None. Decode steps, whose
-        rows may not depend on how many they are, finish all."""
-        rows = batch.logits_rows
-        if rows is None or batch.keeps_hidden or batch.max_query_len == 1 or not self.weights.layers:
-            return None
-        return rows if rows.shape[0] < batch.token_ids.shape[0] else None
+    def _step(self, batch: ForwardBatch) -> _Step:
+        tokens = batch.token_ids.shape[0]
+        return _Step(batch, self._buffers.rows(tokens), attention_calls(batch), self._needs_own(batch))
 
-    def _picked(self, rows: Tensor, attended: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+    def _rows_to_finish(self, batch: ForwardBatch) -> Tensor | None:
+        """The scored rows, if of the others nobody reads more than the last layer's K and V; else None. Decode steps,
+        whose rows may not depend on how many they are, finish all."""
+        if batch.scored is None or batch.keeps_hidden or batch.max_query_len == 1 or not self.weights.layers:
+            return None
+        return batch.logits_rows
+
+    def _write_last_kv(self, normed: Tensor, step: _Step) -> None:
+        """K and V of the last layer to the pool, from its normed rows [T, hidden]. By the same kernels whatever else is
+        computed there: a prompt that is computed again, with nothing scored any more, leaves the same bits."""
+        linear, layer, spec, batch = self.weights.last_kv, self.weights.layers[-1], self.spec, step.batch
+        tokens, index = normed.shape[0], spec.num_layers - 1
+        no_query = normed[:, :0].view(tokens, 0, spec.head_dim)
+        bias = None if layer.qkv_bias is None else layer.qkv_bias[spec.q_size :]
+        write: Callable[..., None]
+        if self._makes_query_and_kv(linear, tokens):
+            write = partial(ops_prefill.query_and_kv, no_query, normed, linear.weight)
+        else:
+            write = partial(ops.write_kv, no_query, linear(normed, step.rows.kv, pdl=batch.pdl))
+        write(
+            *(batch.kv_pool, index, batch.positions, batch.slots, self._cos_sin[index]),
+            bias=bias,
+            k_norm=layer.k_norm,
+            norm_eps=spec.norm_eps,
+            pdl=batch.pdl,
+        )
+        self.pulse()
+
+    def _picked(self, rows: Tensor, normed: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         buffers, count = self._buffers, rows.shape[0]
         return (
-            torch.index_select(attended, 0, rows, out=buffers.query[:count]),
+            torch.index_select(normed, 0, rows, out=buffers.projected[:count]),
             torch.index_select(residual, 0, rows, out=buffers.scored[:count]),
         )
+
+    def _last_step(self, step: _Step) -> _Step:
+        """The last layer's, behind its K and V: as it is but for those, or the scored rows' alone, which attend as in a
+        decode step. That without `pdl`: its attention may read keys before the kernel before it has ended."""
+        batch, nowhere = step.batch, self._buffers.nowhere
+        if self._rows_to_finish(batch) is None or batch.scored is None:
+            return replace(step, batch=replace(batch, slots=nowhere[: batch.slots.shape[0]]))
+        scored, count = batch.scored, batch.scored.positions.shape[0]
+        decode = replace(
+            batch,
+            positions=scored.positions,
+            slots=nowhere[:count],
+            block_tables=scored.block_tables,
+            query_start=scored.query_start,
+            context_lens=scored.context_lens,
+            max_query_len=1,
+            pdl=False,
+        )
+        if scored.positions.is_cuda:
+            self._plan_attention(decode)
+        return _Step(decode, self._buffers.rows(count), attention_calls(decode), own=False)
+
+    def _last_attended(self, normed: Tensor, step: _Step) -> Tensor:
+        """Attended rows [n, q_size] of the last layer's normed rows [n, hidden], whose K and V are in the pool."""
+        index = self.spec.num_layers - 1
+        qkv = self.weights.layers[index].qkv(normed, step.rows.qkv, pdl=step.batch.pdl)
+        return self._attend(index, self._turned(index, qkv, step), step)
 
     def _needs_own(self, batch: ForwardBatch) -> bool:
         """Prompts need not: each of their chunks is a step of its own, whose shape is always the same."""
@@ -223,41 +274,36 @@ class Decoder:
         ops.embed(embedded, self.weights.embedding, batch.token_ids, batch.sources, batch.newest, pdl=batch.pdl)
         return embedded
 
-    def _attended(self, index: int, normed: Tensor, batch: ForwardBatch, own: bool) -> Tensor:
+    def _attended(self, index: int, normed: Tensor, step: _Step) -> Tensor:
         """Attended rows [T, q_size] of normed rows [T, hidden]; K and V go to the pool."""
-        tokens, layer, spec = normed.shape[0], self.weights.layers[index], self.spec
-        if batch.max_query_len > 1 and self._makes_query_and_kv(layer.qkv, tokens):
-            query = self._query(tokens)
+        batch, layer = step.batch, self.weights.layers[index]
+        if batch.max_query_len > 1 and self._makes_query_and_kv(layer.qkv, normed.shape[0]):
+            query = step.rows.query
             ops_prefill.query_and_kv(
                 *(query, normed, layer.qkv.weight, batch.kv_pool, index),
                 *(batch.positions, batch.slots, self._cos_sin[index]),
                 bias=layer.qkv_bias,
                 q_norm=layer.q_norm,
                 k_norm=layer.k_norm,
-                norm_eps=spec.norm_eps,
+                norm_eps=self.spec.norm_eps,
                 pdl=batch.pdl,
             )
             self.pulse()
-            return self._attend(index, query, batch)
-        qkv = layer.qkv(normed, self._buffers.qkv[:tokens], own=own, pdl=batch.pdl)
+            return self._attend(index, query, step)
+        qkv = layer.qkv(normed, step.rows.qkv, own=step.own, pdl=batch.pdl)
         self.pulse()
-        return self._attention(index, qkv, batch)
+        return self._attention(index, qkv, step)
 
     def _makes_query_and_kv(self, linear: Linear, tokens: int) -> bool:
         rotates_all = self.spec.rope.rotary_dim == self.spec.head_dim
         return rotates_all and linear.makes_query_and_kv(tokens, self.spec.head_dim)
 
-    def _query(self, tokens: int) -> Tensor:
-        return self._buffers.query[:tokens].view(tokens, self.spec.q_heads, self.spec.head_dim)
-
-    def _attention(self, index: int, qkv: Tensor, batch: ForwardBatch) -> Tensor:
+    def _attention(self, index: int, qkv: Tensor, step: _Step) -> Tensor:
         """Attended rows [T, q_size] of QKV rows [T, qkv_size]; K and V go to the pool."""
-        tokens, spec = qkv.shape[0], self.spec
-        layer = self.weights.layers[index]
+        batch, layer = step.batch, self.weights.layers[index]
         if self._fuses_attention and batch.max_query_len == 1 and batch.workspace is not None:
-            attended = self._buffers.attended[:tokens]
             ops.decode_attention(
-                attended.view(tokens, spec.q_heads, spec.head_dim),
+                step.rows.attended_heads,
                 qkv,
                 batch.kv_pool,
                 index,
@@ -269,13 +315,17 @@ class Decoder:
                 bias=layer.qkv_bias,
                 q_norm=layer.q_norm,
                 k_norm=layer.k_norm,
-                norm_eps=spec.norm_eps,
+                norm_eps=self.spec.norm_eps,
                 planned=True,
                 fixed=self._batch_invariant,
                 pdl=batch.pdl,
             )
-            return attended
-        query = self._query(tokens)
+            return step.rows.attended
+        return self._attend(index, self._turned(index, qkv, step), step)
+
+    def _turned(self, index: int, qkv: Tensor, step: _Step) -> Tensor:
+        """Queries [T, q_heads, head_dim] of QKV rows, ready for attention; K and V go to the pool."""
+        batch, layer, query = step.batch, self.weights.layers[index], step.rows.query
         ops.write_kv(
             query,
             qkv,
@@ -287,10 +337,10 @@ class Decoder:
             bias=layer.qkv_bias,
             q_norm=layer.q_norm,
             k_norm=layer.k_norm,
-            norm_eps=spec.norm_eps,
+            norm_eps=self.spec.norm_eps,
             pdl=batch.pdl,
         )
-        return self._attend(index, query, batch)
+        return query
 
     def _plan_attention(self, batch: ForwardBatch) -> None:
         """Once a step: every layer's attention is shared out over the GPU in the same way."""
@@ -298,26 +348,24 @@ class Decoder:
             raise ValueError("attention on CUDA needs a workspace")
         spec = self.spec
         shape = (spec.q_heads, spec.kv_heads, spec.head_dim, batch.workspace)
-        for call in _attention_calls(batch):
-            lens = batch.context_lens[call.sequences]
+        for call in attention_calls(batch):
             if call.max_query_len == 1:
-                ops.plan_attention(lens, *shape, fixed=self._batch_invariant)
+                ops.plan_attention(call.context_lens, *shape, fixed=self._batch_invariant)
             else:
-                ops.plan_prefill(call.query_start, lens, *shape)
+                ops.plan_prefill(call.query_start, call.context_lens, *shape)
 
-    def _attend(self, index: int, query: Tensor, batch: ForwardBatch) -> Tensor:
+    def _attend(self, index: int, query: Tensor, step: _Step) -> Tensor:
         """Attended rows [T, q_size] of queries [T, q_heads, head_dim]."""
-        attended = self._buffers.attended[: query.shape[0]]
-        out = attended.view(query.shape)
-        for call in _attention_calls(batch) if out.is_cuda else [_whole(batch)]:
+        batch, out = step.batch, step.rows.attended_heads
+        for call in step.calls:
             ops.paged_attention(
-                out[call.rows],
-                query[call.rows],
+                out if call.rows is None else out[call.rows],
+                query if call.rows is None else query[call.rows],
                 batch.kv_pool,
                 index,
-                batch.block_tables[call.sequences],
+                call.block_tables,
                 call.query_start,
-                batch.context_lens[call.sequences],
+                call.context_lens,
                 max_query_len=call.max_query_len,
                 scale=self._scale,
                 workspace=batch.workspace,
@@ -325,24 +373,22 @@ class Decoder:
                 fixed=self._batch_invariant,
                 pdl=batch.pdl,
             )
-        return attended
+        return step.rows.attended
 
-    def _add(self, linear: Linear, x: Tensor, residual: Tensor, norm: Tensor, own: bool, pdl: bool) -> Tensor:
+    def _add(self, linear: Linear, x: Tensor, residual: Tensor, norm: Tensor, step: _Step) -> Tensor:
         """The residual stream grows by x W^T; returns what the next layer reads of it, normed rows."""
-        tokens, buffers, eps = x.shape[0], self._buffers, self.spec.norm_eps
-        normed = buffers.normed[:tokens]
+        rows, eps, own, pdl = step.rows, self.spec.norm_eps, step.own, step.batch.pdl
         if linear.add(x, residual, own=own, pdl=pdl):
-            ops.rms_norm(normed, residual, norm, eps, pdl=pdl)
-            return normed
-        projected = linear(x, buffers.projected[:tokens], own=own, pdl=pdl)
-        ops.rms_norm(normed, projected, norm, eps, residual=residual, pdl=pdl)
-        return normed
+            ops.rms_norm(rows.normed, residual, norm, eps, pdl=pdl)
+            return rows.normed
+        projected = linear(x, rows.projected, own=own, pdl=pdl)
+        ops.rms_norm(rows.normed, projected, norm, eps, residual=residual, pdl=pdl)
+        return rows.normed
 
-    def _activated(self, layer: LayerWeights, normed: Tensor, own: bool, pdl: bool) -> Tensor:
-        tokens, buffers = normed.shape[0], self._buffers
-        activated = buffers.activated[:tokens]
+    def _activated(self, layer: LayerWeights, normed: Tensor, step: _Step) -> Tensor:
+        activated, own, pdl = step.rows.activated, step.own, step.batch.pdl
         if not layer.gate_up.gate_up(normed, activated, own=own, pdl=pdl):
-            gate_up = layer.gate_up(normed, buffers.gate_up[:tokens], own=own, pdl=pdl)
+            gate_up = layer.gate_up(normed, step.rows.gate_up, own=own, pdl=pdl)
             self.pulse()
             ops.silu_mul(activated, gate_up, pdl=pdl)
         return activated
@@ -357,28 +403,3 @@ def _log_prefill_kernels(spec: ModelSpec, dtype: torch.dtype, max_tokens: int) -
 
 def _no_pulse() -> None:
     pass
-
-
-@dataclass(frozen=True, slots=True)
-class _AttentionCall:
-    """Which of a step's rows and sequences one call of paged attention takes."""
-
-    rows: slice
-    sequences: slice
-    query_start: Tensor
-    max_query_len: int
-
-
-def _whole(batch: ForwardBatch) -> _AttentionCall:
-    return _AttentionCall(slice(None), slice(None), batch.query_start, batch.max_query_len)
-
-
-def _attention_calls(batch: ForwardBatch) -> list[_AttentionCall]:
-    """One call, or two for a mixed step on CUDA, whose decodes and chunks have kernels of their own."""
-    decodes = batch.num_decodes
-    if batch.max_query_len == 1 or not decodes or batch.prefill_start is None:
-        return [_whole(batch)]
-    return [
-        _AttentionCall(slice(0, decodes), slice(0, decodes), batch.query_start[: decodes + 1], 1),
-        _AttentionCall(slice(decodes, None), slice(decodes, None), batch.prefill_start, batch.max_query_len),
-    ]

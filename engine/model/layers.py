@@ -23,13 +23,14 @@ class Linear:
     to the bit, whatever it is batched with.
     """
 
-    __slots__ = ("_packed", "_weight", "bias")
+    __slots__ = ("_packed", "_transposed", "_weight", "bias")
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None, block_type: str = "") -> None:
         on_cpu = weight.device.type == "cpu"
         self.bias = bias
         self._packed = ops.pack_linear(weight, block_type) if on_cpu else None
         self._weight = None if on_cpu else weight
+        self._transposed = None if on_cpu else weight.t()
 
     @property
     def format(self) -> str:
@@ -54,10 +55,10 @@ class Linear:
         if self._is_ours("plain", x.shape[0], own):
             ops_prefill.linear(out, x, self.weight, self.bias, pdl=pdl)
             return out
-        transposed = self.weight.t()
+        assert self._transposed is not None
         if self.bias is None:
-            return torch.mm(x, transposed, out=out)
-        return torch.addmm(self.bias, x, transposed, out=out)
+            return torch.mm(x, self._transposed, out=out)
+        return torch.addmm(self.bias, x, self._transposed, out=out)
 
     def add(self, x: torch.Tensor, total: torch.Tensor, *, own: bool = False, pdl: bool = False) -> bool:
         """total [T, out_features] += x W^T in one kernel. False: nothing was done, as no kernel does that here."""

@@ -18,7 +18,7 @@ from engine.kv.oracle import OracleBlockAllocator
 from engine.model.decoder import Decoder
 from engine.run.block_moves import BlockMover
 from engine.run.buckets import InvariantBuckets, MixedBuckets, decode_buckets
-from engine.run.inputs import HOST_TOKEN, Int32Array, StepArrays, decode_arrays, prefill_arrays
+from engine.run.inputs import HOST_TOKEN, Int32Array, StepArrays, decode_arrays, prefill_arrays, scored_arrays
 from engine.run.kv_pool import allocate_pool
 from engine.run.logits import redraw
 from engine.run.milestones import Milestones
@@ -236,23 +236,25 @@ def profile_largest_step(decoder: Decoder, block_size: int, *, batch_invariant: 
 
 
 def _staging_bytes(max_seqs: int, table_width: int, max_tokens: int) -> int:
-    """Room for the largest step: six words a token, a table row and 15 words a sequence, and alignment."""
-    return 4 * (6 * max_tokens + max_seqs * (table_width + 15)) + 1024
+    """Room for the largest step: six words a token, two table rows and 18 words a sequence, and alignment."""
+    return 4 * (6 * max_tokens + max_seqs * (2 * table_width + 18)) + 1024
 
 
 def _scratch_prefill(count: int, tables: BlockTables) -> StepArrays:
     """One sequence of up to `count` tokens whose blocks are all the scratch block."""
     slots, width = tables.rows.shape
     count = min(count, tables.block_size * width)
+    context_lens, block_tables = np.asarray([count], dtype=np.int32), np.zeros((1, width), dtype=np.int32)
     return StepArrays(
         token_ids=np.zeros(count, dtype=np.int32),
         sources=np.full(count, HOST_TOKEN, dtype=np.int32),
         positions=np.arange(count, dtype=np.int32),
         slots=np.zeros(count, dtype=np.int64),
-        block_tables=np.zeros((1, width), dtype=np.int32),
+        block_tables=block_tables,
         query_start=np.asarray([0, count], dtype=np.int32),
-        context_lens=np.asarray([count], dtype=np.int32),
+        context_lens=context_lens,
         logits_rows=np.asarray([count - 1], dtype=np.int64),
+        scored=scored_arrays(context_lens, block_tables),
         targets=np.asarray([slots], dtype=np.int64),
         wanted=np.ones(1, dtype=np.int32),
         sampling=sampling_arrays([], 1),

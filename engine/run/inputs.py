@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,10 +19,23 @@ HOST_TOKEN = -1  # in `sources`: the token's value is in `token_ids`
 
 
 @dataclass(frozen=True, slots=True)
+class ScoredArrays:
+    """As in ScoredRows."""
+
+    positions: Int32Array
+    context_lens: Int32Array
+    block_tables: Int32Array
+    query_start: Int32Array
+
+    def all(self) -> list[Int32Array]:
+        return [self.positions, self.context_lens, self.block_tables, self.query_start]
+
+
+@dataclass(frozen=True, slots=True)
 class StepArrays:
     """T tokens of S sequences, as in ForwardBatch. `sources` [T]: the slot whose newest token on the device is this
-    one, or HOST_TOKEN. `logits_rows`: None scores every row. `targets`: the slot of each scored row's sequence;
-    `wanted`: whether anything but the greedy token is read of its logits; `sampling`: its parameters.
+    one, or HOST_TOKEN. `logits_rows`: None scores every row, and `scored` with it. `targets`: the slot of each scored
+    row's sequence; `wanted`: whether anything but the greedy token is read of its logits; `sampling`: its parameters.
     `prefill_start`: query_start of the sequences behind the first `num_decodes`, counted from their first."""
 
     token_ids: Int32Array
@@ -32,6 +46,7 @@ class StepArrays:
     query_start: Int32Array
     context_lens: Int32Array
     logits_rows: Int64Array | None
+    scored: ScoredArrays | None
     targets: Int64Array
     wanted: Int32Array
     sampling: SamplingArrays
@@ -43,32 +58,42 @@ class StepArrays:
 def prefill_arrays(plan: StepPlan, tables: BlockTables) -> StepArrays:
     """Any plan. Tables are as wide as the longest context needs."""
     entries = plan.scheduled
-    counts = np.fromiter((entry.count for entry in entries), dtype=np.int32, count=len(entries))
-    query_start = np.zeros(len(entries) + 1, dtype=np.int32)
-    np.cumsum(counts, out=query_start[1:])
-    context_lens = np.fromiter((entry.start + entry.count for entry in entries), dtype=np.int32, count=len(entries))
-    sampled = np.fromiter((entry.samples for entry in entries), dtype=bool, count=len(entries))
-    num_decodes = int((counts == 1).sum())
-    width = tables.blocks_for(int(context_lens.max()))
-    rows = np.fromiter((entry.slot for entry in entries), dtype=np.int32, count=len(entries))
-    positions = np.concatenate([np.arange(entry.start, entry.start + entry.count, dtype=np.int32) for entry in entries])
-    token_ids, sources = _tokens(entries, int(query_start[-1]))
+    # As lists, since they are short: before a prompt's first kernel a numpy call costs more than its loop.
+    counts = [entry.count for entry in entries]
+    starts = [0, *accumulate(counts)]
+    sampled = [index for index, entry in enumerate(entries) if entry.samples]
+    num_decodes = counts.count(1)
+    lengths = [entry.start + entry.count for entry in entries]
+    context_lens = np.array(lengths, dtype=np.int32)
+    rows = np.array([entry.slot for entry in entries], dtype=np.int32)
+    block_tables = tables.rows[rows, : tables.blocks_for(max(lengths))]
+    positions = _positions(entries)
+    token_ids, sources = _tokens(entries, starts[-1])
     return StepArrays(
         token_ids=token_ids,
         sources=sources,
         positions=positions,
-        slots=_slots(tables, np.repeat(rows, counts), positions),
-        block_tables=tables.rows[rows, :width],
-        query_start=query_start,
+        slots=_prefill_slots(tables, entries, num_decodes, rows, positions),
+        block_tables=block_tables,
+        query_start=np.array(starts, dtype=np.int32),
         context_lens=context_lens,
-        logits_rows=(query_start[1:] - 1)[sampled].astype(np.int64),
+        logits_rows=np.array([starts[index + 1] - 1 for index in sampled], dtype=np.int64),
+        scored=scored_arrays(context_lens, block_tables, None if len(sampled) == len(entries) else sampled),
         targets=rows[sampled].astype(np.int64),
-        wanted=np.ones(int(sampled.sum()), dtype=np.int32),
-        sampling=sampling_arrays(plan.sampling, int(sampled.sum()), plan.edited),
-        prefill_start=query_start[num_decodes:] - query_start[num_decodes],
+        wanted=np.ones(len(sampled), dtype=np.int32),
+        sampling=sampling_arrays(plan.sampling, len(sampled), plan.edited),
+        prefill_start=np.array([start - starts[num_decodes] for start in starts[num_decodes:]], dtype=np.int32),
         num_decodes=num_decodes,
-        max_query_len=int(counts.max()),
+        max_query_len=max(counts),
     )
+
+
+def scored_arrays(context_lens: Int32Array, block_tables: Int32Array, scored: list[int] | None = None) -> ScoredArrays:
+    """Of the sequences whose last rows are scored; None: of all, with the arrays as they are."""
+    if scored is not None:
+        context_lens, block_tables = context_lens[scored], block_tables[scored]
+    query_start = np.arange(len(context_lens) + 1, dtype=np.int32)
+    return ScoredArrays(context_lens - 1, context_lens, block_tables, query_start)
 
 
 def decode_arrays(plan: StepPlan, tables: BlockTables, bucket: int) -> StepArrays:
@@ -98,6 +123,7 @@ def decode_arrays(plan: StepPlan, tables: BlockTables, bucket: int) -> StepArray
         query_start=np.arange(bucket + 1, dtype=np.int32),
         context_lens=context_lens,
         logits_rows=None,
+        scored=None,
         targets=targets,
         wanted=_wanted(plan, bucket),
         sampling=sampling_arrays(plan.sampling, bucket, plan.edited),
@@ -131,7 +157,26 @@ def _tokens(entries: list[ScheduledSequence], length: int) -> tuple[Int32Array, 
     return token_ids, sources
 
 
+def _positions(entries: list[ScheduledSequence]) -> Int32Array:
+    pieces = [np.arange(entry.start, entry.start + entry.count, dtype=np.int32) for entry in entries]
+    return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+
+
 def _slots(tables: BlockTables, rows: Int32Array, positions: Int32Array) -> Int64Array:
     blocks = tables.rows[rows, positions // tables.block_size].astype(np.int64)
     slots: Int64Array = blocks * tables.block_size + positions % tables.block_size
     return slots
+
+
+def _prefill_slots(
+    tables: BlockTables, entries: list[ScheduledSequence], num_decodes: int, rows: Int32Array, positions: Int32Array
+) -> Int64Array:
+    """Decodes come first. A chunk takes whole blocks, but for the ends: a tenth of the work of token by token."""
+    pieces = [_slots(tables, rows[:num_decodes], positions[:num_decodes])] if num_decodes else []
+    size = tables.block_size
+    for entry in entries[num_decodes:]:
+        first, last = entry.start // size, (entry.start + entry.count - 1) // size
+        blocks = tables.rows[entry.slot, first : last + 1].astype(np.int64)
+        begin = entry.start - first * size
+        pieces.append((blocks[:, None] * size + np.arange(size)).reshape(-1)[begin : begin + entry.count])
+    return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from engine.kv.block_table import BlockTables
-from engine.model.batch import ForwardBatch, GreedyRows
+from engine.model.batch import ForwardBatch, GreedyRows, ScoredRows
 from engine.model.decoder import Decoder
 from engine.run.block_moves import BlockMover
 from engine.run.inputs import StepArrays, prefill_arrays
@@ -103,6 +103,7 @@ def upload(
     packed += [arrays.query_start, arrays.context_lens, arrays.prefill_start, arrays.targets]
     packed += [arrays.wanted]
     packed += arrays.sampling.all()
+    packed += [] if arrays.scored is None else arrays.scored.all()
     packed += [] if arrays.logits_rows is None else [arrays.logits_rows]
     tensors = staging.upload(packed)
     token_ids, sources, positions, slots, block_tables, query_start, context_lens, prefill_start, targets = tensors[:9]
@@ -124,6 +125,7 @@ def upload(
         newest=newest,
         greedy=None if best is None else GreedyRows(best[: len(targets)], wanted, vocab_size),
         pdl=newest is not None,
+        scored=None if arrays.scored is None else ScoredRows(*tensors[16:20]),
         keeps_hidden=keeps_hidden,
     )
     return DeviceBatch(batch, targets, SamplingTensors(*tensors[10:16]))

@@ -166,6 +166,8 @@ HEADS = [  # rows, q_heads, kv_heads, head_dim, hidden
     (1, 3, 1, 64, 72),
     (400, 3, 1, 96, 96),
     (130, 16, 8, 128, 1024),
+    (2047, 0, 2, 128, 1536),  # keys and values alone
+    (100, 0, 3, 64, 576),
 ]
 
 
@@ -180,7 +182,8 @@ def test_query_and_kv(shape: tuple[int, int, int, int, int], extras: bool, dtype
         if columns % shape[3] != 0:
             continue
         got, got_pool = case.run(columns)
-        assert error(got, query) < BOUND[dtype]
+        if shape[1] > 0:
+            assert error(got, query) < BOUND[dtype]
         assert torch.equal(~torch.isnan(got_pool), written)
         if written.any():
             assert error(got_pool[written], pool[written]) < BOUND[dtype]
@@ -256,6 +259,9 @@ def test_efficiency_grows_with_the_work_and_is_0_where_not_served() -> None:
     few, many = (ops_prefill.efficiency("gate_up", rows, 8960, 1536, bf16) for rows in (64, 8192))
     assert 0 < few < 0.3
     assert 0.85 < many < 1
+    halved, whole = (ops_prefill.efficiency("gate_up", rows, 8960, 1536, bf16) for rows in (2048, 2304))
+    if torch.cuda.get_device_properties(0).multi_processor_count == 132:
+        assert halved > whole  # 8.5 and 9.5 rounds of tiles, of which the latter takes 10
     assert ops_prefill.efficiency("plain", 8192, 1532, 1536, bf16) == 0
     assert ops_prefill.efficiency("plain", 8192, 1536, 1536, torch.float32) == 0
 

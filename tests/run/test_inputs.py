@@ -1,4 +1,4 @@
-"""The arrays of a step: what a graph's padded rows may read and write."""
+"""The arrays of a step: where its tokens lie, and what a graph's padded rows may read and write."""
 
 from __future__ import annotations
 
@@ -6,13 +6,47 @@ import numpy as np
 
 from engine.kv.block_table import BlockTables
 from engine.kv.oracle import OracleBlockAllocator
-from engine.run.inputs import HOST_TOKEN, decode_arrays
+from engine.run.inputs import HOST_TOKEN, decode_arrays, prefill_arrays
 from engine.schedule.plan import ScheduledSequence, StepPlan
 from engine.schedule.sequence import RequestGroup, Sequence
 from engine.types import SamplingParameters
 from tests.schedule.fake_model import request
 
 SIZE, SLOTS, BUCKET = 4, 6, 8
+
+
+def test_a_step_of_decodes_and_chunks() -> None:
+    """A decode whose token is on the device, the rest of a prompt, and a piece from the middle of another."""
+    tables = BlockTables(OracleBlockAllocator(20), SLOTS, 5, SIZE)
+    scheduled = []
+    for row, (length, start, count, samples) in enumerate([(9, 9, 1, True), (7, 3, 4, True), (12, 4, 6, False)]):
+        slot = tables.acquire_slot()
+        tables.grow([slot], [start + count])
+        known = [100 * row + index for index in range(length)]
+        sequence = Sequence(RequestGroup(request(str(row), known), row, 0.0), 0, 0, known, 20)
+        scheduled.append(ScheduledSequence(sequence, slot, start, count, samples))
+    arrays = prefill_arrays(StepPlan(1, scheduled, scheduled[:2]), tables)
+    assert arrays.token_ids.tolist() == [0, 103, 104, 105, 106, *range(204, 210)]
+    assert arrays.sources.tolist() == [0] + [HOST_TOKEN] * 10
+    assert arrays.positions.tolist() == [9, 3, 4, 5, 6, *range(4, 10)]
+    places = list(zip([0] + [1] * 4 + [2] * 6, arrays.positions.tolist(), strict=True))
+    assert arrays.slots.tolist() == [tables.rows[row, at // SIZE] * SIZE + at % SIZE for row, at in places]
+    assert arrays.query_start.tolist() == [0, 1, 5, 11]
+    assert arrays.context_lens.tolist() == [10, 7, 10]
+    assert np.array_equal(arrays.block_tables, tables.rows[:3, :3])
+    assert (arrays.num_decodes, arrays.max_query_len, arrays.prefill_start.tolist()) == (1, 6, [0, 4, 10])
+    assert arrays.logits_rows is not None
+    assert arrays.logits_rows.tolist() == [0, 4]
+    assert arrays.targets.tolist() == [0, 1]
+    assert arrays.scored is not None
+    assert arrays.scored.positions.tolist() == [9, 6]
+    assert arrays.scored.context_lens.tolist() == [10, 7]
+    assert arrays.scored.query_start.tolist() == [0, 1, 2]
+    assert np.array_equal(arrays.scored.block_tables, tables.rows[:2, :3])
+    inner = prefill_arrays(StepPlan(2, scheduled[2:], []), tables)
+    assert inner.logits_rows is not None
+    assert inner.scored is not None
+    assert [len(array) for array in (inner.logits_rows, inner.targets, *inner.scored.all())] == [0, 0, 0, 0, 0, 1]
 
 
 def test_padded_rows_read_nothing_and_write_to_the_scratch_block() -> None:

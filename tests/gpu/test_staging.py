@@ -1,0 +1,43 @@
+"""A step's arrays on their way to the device."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from engine.run.staging import Array, DeviceStaging
+
+pytestmark = pytest.mark.gpu
+
+
+def arrays(length: int, start: int) -> list[Array]:
+    """Of every dtype and of one and two axes, empty and not dense ones among them; the first comes again at the end."""
+    numbers = np.arange(start, start + length, dtype=np.int32)
+    table = np.arange(12 * length, dtype=np.int32).reshape(length, 12)[:, :5] + start
+    floats = np.linspace(start, start + 1, 3, dtype=np.float32)
+    found: list[Array] = [
+        numbers,
+        numbers.astype(np.int64),
+        table[:, 1:4],
+        floats,
+        table[:0],
+        numbers[:0],
+        numbers[1:2],
+    ]
+    return [*found, found[0]]
+
+
+def test_they_arrive_as_they_are_at_addresses_given_by_their_shapes(gpu: None) -> None:
+    staging = DeviceStaging(4999, torch.device("cuda"))
+    places = []
+    for start in (3, 70, 900, -5):
+        given = arrays(37, start)
+        views = staging.upload(given)
+        for array, view in zip(given, views, strict=True):
+            assert view.shape == array.shape
+            assert np.array_equal(view.cpu().numpy(), array)
+        assert all(view.data_ptr() % 16 == 0 for view in views if view.numel())
+        places.append([view.data_ptr() for view in views])
+    assert places == [places[0]] * 4
+    assert places[0][0] == places[0][-1]
