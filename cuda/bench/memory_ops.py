@@ -1,6 +1,6 @@
 """The ops that only move memory, and sampling: microseconds a call against the bus and against torch.
 
-    python cuda/bench/memory_ops.py [--json FILE]
+    python cuda/bench/memory_ops.py [--json FILE] [--only copies pointwise sampling]
 
 Buffers are rotated past the L2. Fractions are of the rate of a plain device copy.
 """
@@ -173,14 +173,19 @@ def samplers(rows: int, dtype: torch.dtype) -> Iterator[Task]:
     yield Task(f"min-p {name}", moved, sets, ours(1.0, 0, 1.0, 0.05))
 
 
-def tasks() -> Iterator[Task]:
-    yield from block_copies()
+def all_pointwise() -> Iterator[Task]:
     for rows in (1, 64, 2048, 16384):
         yield from pointwise(rows)
         yield from kv_writes(rows)
+
+
+def all_samplers() -> Iterator[Task]:
     for dtype in (torch.bfloat16, torch.float32):
         for rows in (1, 8, 64, 256):
             yield from samplers(rows, dtype)
+
+
+TASKS = {"copies": block_copies, "pointwise": all_pointwise, "sampling": all_samplers}
 
 
 def measure(task: Task, copy: float) -> dict[str, float | str]:
@@ -197,11 +202,12 @@ def measure(task: Task, copy: float) -> dict[str, float | str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--only", nargs="*", default=list(TASKS), choices=list(TASKS))
     arguments = parser.parse_args()
     copy = copy_rate()
     print(f"memory ops and sampling, us a call; {machine()}; copy {copy / 1e12:.2f} TB/s")
     rows = []
-    for task in tasks():
+    for task in (task for name in arguments.only for task in TASKS[name]()):
         row = measure(task, copy)
         rows.append(row)
         shown = " ".join(f"{name} {value:9.2f}" for name, value in row.items() if isinstance(value, float))

@@ -734,6 +734,7 @@ class DecodeBlock {
       sum0 += __shfl_xor_sync(kAllLanes, sum0, lanes);
       sum1 += __shfl_xor_sync(kAllLanes, sum1, lanes);
     }
+    __syncwarp();  // other lanes' last keys and values lie here too
 #pragma unroll
     for (int b = 0; b < 2; ++b) {
       const int head = 2 * c() + b;

@@ -433,7 +433,7 @@ __device__ __forceinline__ Partials exchange(const KernelArgs& args, const Parti
 // Adds this block's k-blocks of one tile that belong to this warp's chain.
 template <class Sums>
 __device__ __forceinline__ void add_chain(Sums& sums, const Plan& plan, const Ring& ring, Position& read) {
-  const int lane = threadIdx.x % 32;
+  [[maybe_unused]] const int lane = threadIdx.x % 32;
   [[maybe_unused]] int started = 0;
 #pragma unroll 1
   for (int round = 0; round < plan.rounds; ++round) {
@@ -441,8 +441,7 @@ __device__ __forceinline__ void add_chain(Sums& sums, const Plan& plan, const Ri
     wait(ring.weights_here(read.slot), read.parity);
     if constexpr (!Sums::kWarpgroup) {
       sums.multiply(ring.weights(read.slot), ring.activations(read.slot));
-      __syncwarp();
-      if (lane == 0) arrive(ring.emptied(read.slot));
+      arrive(ring.emptied(read.slot));  // every lane: one for all behind a __syncwarp is a race to compute-sanitizer
     } else {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
       sums.start(ring.weights(read.slot), ring.activations(read.slot));
@@ -634,7 +633,7 @@ __global__ void __launch_bounds__(32 * kRegisterWarps<8 * Sums::kColumnTiles>, 1
     if (threadIdx.x == 0) {
       if (ring.shared % 1024 != 0) __trap();
       ring.init(Weights::kWarps * Weights::kLanes, Activations::kWarps * Activations::kLanes,
-                plan.stage_blocks * plan.row_warps * plan.column_warps);
+                plan.stage_blocks * plan.row_warps * plan.column_warps * (Sums::kWarpgroup ? 1 : 32));
 #if __CUDA_ARCH__ >= 900
       if (plan.cluster_bits > 0)
         ptx::expect_bytes(ring.exchange_barrier(), plan.cluster() * args.batch * plan.own_rows * 4);

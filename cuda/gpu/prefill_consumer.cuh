@@ -115,8 +115,7 @@ class PrefillConsumer {
     const bool stores = item.whole || merge(item.place, out, top, sum);
     if (stores) write(out, sum, buffer);
     if (in_group() == 0) shared_.stores[buffer][group_] = stores;
-    __syncwarp();
-    release(&shared_.out_full[buffer]);
+    ptx::arrive(ptx::shared_address(&shared_.out_full[buffer]));
   }
 
   __device__ __forceinline__ void start_scores(float (&score)[kScores], int buffer, int stage) const {

@@ -34,7 +34,7 @@ class StretchPrefill {
         ptx::init_barrier(ptx::shared_address(&shared_.key_empty[i]), kConsumerWarps);
         ptx::init_barrier(ptx::shared_address(&shared_.value_empty[i]), kConsumerWarps);
         ptx::init_barrier(ptx::shared_address(&shared_.query_full[i]), kRowThreads);
-        ptx::init_barrier(ptx::shared_address(&shared_.out_full[i]), kConsumerWarps);
+        ptx::init_barrier(ptx::shared_address(&shared_.out_full[i]), 32 * kConsumerWarps);
       }
       ptx::publish_shared_stores();
     }

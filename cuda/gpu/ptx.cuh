@@ -63,10 +63,6 @@ __device__ __forceinline__ void store_global(void* to, const uint32_t (&w)[4]) {
   asm volatile("st.global.v4.u32 [%0],{%1,%2,%3,%4};" ::"l"(to), "r"(w[0]), "r"(w[1]), "r"(w[2]), "r"(w[3]) : "memory");
 }
 
-__device__ __forceinline__ void prefetch_to_l2(const void* from) {
-  asm volatile("prefetch.global.L2 [%0];" ::"l"(from));
-}
-
 template <int kWords>
 __device__ __forceinline__ void load_shared(uint32_t* w, uint32_t address) {
   static_assert(kWords == 1 || kWords == 2 || kWords == 4);

@@ -31,11 +31,6 @@ struct RowState {
   int tickets;
 };
 
-struct Listed {
-  float score;
-  int id;
-};
-
 struct Sample {
   SampleArgs args;
   RowState* states;  // [num_rows]
@@ -45,7 +40,7 @@ struct Sample {
 };
 
 __device__ __forceinline__ void deliver(const SampleArgs& args, int row, uint64_t best) {
-  const int token = best == kUnusableScore || best == 0 ? -1 : static_cast<int>(~static_cast<uint32_t>(best));
+  const int token = best == kUnusableScore || best == 0 ? -1 : id_of(best);
   args.tokens[row] = token;
   if (args.newest != nullptr) args.newest[args.targets[row]] = max(token, 0);
 }
@@ -86,7 +81,6 @@ class RowSampler {
     const List list{sample_.list_capacity};
     if (threadIdx.x == 0) list.count() = 0;
     __syncthreads();
-    logits_.template prefetch<kThreads>(begin_, end_);  // there is much to do before they are read
     const ListBound bound = choose_bound<kThreads>(logits_, row_, list.capacity);
     uint64_t best = kIncomplete;
     if (!bound.is_nothing()) {
@@ -119,7 +113,7 @@ class RowSampler {
     }
     __syncthreads();
     for (int i = threadIdx.x; i < min(own, list.capacity - start); i += kThreads) {
-      all[start + i] = {list.scores()[i], list.ids()[i]};
+      all[start + i] = list.entries()[i];
     }
     __syncthreads();
     if (threadIdx.x == 0) last = ptx::take_ticket(&state().tickets) == gridDim.x - 1;
@@ -128,9 +122,8 @@ class RowSampler {
     const int count = __ldcg(&state().listed);
     rough = __ldcg(&state().rough);
     for (int i = threadIdx.x; i < min(count, list.capacity); i += kThreads) {
-      const float2 listed = __ldcg(reinterpret_cast<const float2*>(all + i));
-      list.scores()[i] = listed.x;
-      list.ids()[i] = __float_as_int(listed.y);
+      const int2 listed = __ldcg(reinterpret_cast<const int2*>(all + i));
+      list.entries()[i] = {static_cast<uint32_t>(listed.x), listed.y};
     }
     __syncthreads();
     if (threadIdx.x == 0) {

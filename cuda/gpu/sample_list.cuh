@@ -1,8 +1,7 @@
 // The scores at the top of a row that its filters must look at closely, and what is known of the rest.
 //
 // A sample of the row tells about where its few thousand highest scores start. One reading of the row then lists all
-// above that bound, and adds up the weights of the others approximately: their exact sum is only asked for where the
-// approximate one leaves it open what top-p keeps.
+// above that bound, and adds up the weights of the others approximately.
 #pragma once
 
 #include <cfloat>
@@ -14,15 +13,21 @@ namespace octavo::gpu::sampling {
 
 constexpr float kLog2E = 1.4426950408889634f;
 
+struct Listed {
+  uint32_t word;  // of its logit, see logit_of; then its score
+  int id;
+
+  __device__ float score() const { return float_of(word); }
+};
+
 // In the block's shared memory, its dynamic part: in no particular order.
 struct List {
   int capacity;
 
-  __device__ float* scores() const {
-    extern __shared__ uint32_t list_memory[];
-    return reinterpret_cast<float*>(list_memory);
+  __device__ Listed* entries() const {
+    extern __shared__ uint64_t list_memory[];
+    return reinterpret_cast<Listed*>(list_memory);
   }
-  __device__ int* ids() const { return reinterpret_cast<int*>(scores() + capacity); }
   // More than capacity: not all are listed.
   __device__ int& count() const {
     __shared__ int of_block;
@@ -36,7 +41,8 @@ struct ListedScores {
 
   template <class F>
   __device__ __forceinline__ void each(const F& f) const {
-    for (int i = threadIdx.x; i < list.count(); i += kThreads) f(list.scores()[i]);
+    const int count = list.count();
+    for (int i = threadIdx.x; i < count; i += kThreads) f(list.entries()[i].score());
   }
 };
 
@@ -70,7 +76,7 @@ class ListBound {
 // a sum, and can be taken off again.
 __device__ __forceinline__ float rough_weight(float depth) { return ptx::exp2_fast(-fabsf(depth)); }
 
-// Some evenly spaced eights of a row's scores, as many in blocks of any size.
+// Some of a row's scores, as many in blocks of any size: evenly spaced pieces of 64 bytes, the least that memory reads.
 template <int kThreads>
 struct SampledScores {
   static constexpr int kSize = 8 * 1024;
@@ -79,10 +85,12 @@ struct SampledScores {
 
   template <class T>
   __device__ SampledScores(const Logits<T>& logits, const Row& row) {
-    const auto eights = static_cast<uint32_t>(logits.vocab) / 8;
+    constexpr uint32_t kEights = 8 / sizeof(T), kPieces = kSize / 8 / kEights;
+    const auto pieces = static_cast<uint32_t>(logits.vocab) / 8 / kEights;
 #pragma unroll
     for (int i = 0; i < kOwn / 8; ++i) {
-      const uint32_t place = (threadIdx.x + i * kThreads) * eights / (kSize / 8);
+      const uint32_t eight = threadIdx.x + i * kThreads;
+      const uint32_t place = eight / kEights * pieces / kPieces * kEights + eight % kEights;
       float x[8];
       logits.load(x, 8 * static_cast<int>(place), logits.vocab);
 #pragma unroll
@@ -120,7 +128,7 @@ __device__ __noinline__ ListBound choose_bound(Logits<T> logits, Row row, int ca
   }
   const Bins bins(range, false);
   fill<kThreads>(sample, range, bins, [](float) { return 1u; });
-  const Crossing crossing = cross<kThreads>([&](uint64_t) { return static_cast<uint64_t>(rank); });
+  const Crossing crossing = cross<kThreads>([&](uint64_t) { return Target(static_cast<uint64_t>(rank)); });
   if (crossing.bin < 0) return ListBound::everything();  // most are -inf
   float from = bins.below(crossing.bin);
   if (row.top_k == 0 && row.min_p > 0.0f) from = fmaxf(from, below_min_p(range.high, row.min_p));
@@ -139,9 +147,10 @@ class Lister {
     double sum = 0.0;
     float chunk_sum = 0.0f;
     uint32_t listed = 0;  // of the chunk's logits that this thread reads
-    logits_.template for_each_eight<kThreads, Logits<T>::kManyLoads>(
+    uint32_t place = 0;   // of the next one
+    logits_.template for_each_eight_twice<kThreads, kLoads, kAhead>(
         begin, end,
-        [&](float (&x)[8], int, int i) {
+        [&](float (&x)[8], int i) {
           uint32_t below = 0;
 #pragma unroll
           for (int k = 7; k >= 0; --k) {
@@ -149,42 +158,53 @@ class Lister {
             x[k] = rough_weight(depth);
             below = __funnelshift_l(bits_of(depth), below, 1);
           }
-          listed |= (~below & 0xffu) << (8 * i);
+          listed = (i == 0 ? 0 : listed) | (~below & 0xffu) << (8 * i);
           chunk_sum += ((x[0] + x[1]) + (x[2] + x[3])) + ((x[4] + x[5]) + (x[6] + x[7]));
         },
-        [&](int first) {
-          append(first, listed);
+        [&] {
           sum += static_cast<double>(chunk_sum);
           chunk_sum = 0.0f;
-          listed = 0;
+          place = reserve(listed);
+        },
+        [&](const Raw<T>& raw, int id, int i) {
+          if (!__any_sync(kAll, (listed & 0xffu << (8 * i)) != 0)) return;
+#pragma unroll
+          for (int k = 0; k < 8; ++k) store_if(listed & 1u << (8 * i + k), place, raw.word(k), id + k);
         });
     return sum;
   }
 
  private:
-  __device__ __forceinline__ void append(int first, uint32_t listed) const {
-    if (!__any_sync(kAll, listed != 0)) return;
-    const int lane = threadIdx.x % 32;
-    int place = __popc(listed);
-    const int own = place;
+  static constexpr int kLoads = 4, kAhead = sizeof(T) == 4 ? 0 : 1;
+
+  // Where in shared memory this thread's next scores go. With no room for all of the warp's none is listed: the list is
+  // of no use then.
+  __device__ __forceinline__ uint32_t reserve(uint32_t& listed) const {
+    if (!__any_sync(kAll, listed != 0)) return 0;
+    const int lane = threadIdx.x % 32, own = __popc(listed);
+    int place = own;
 #pragma unroll
     for (int lanes = 1; lanes < 32; lanes *= 2) {
       const int other = __shfl_up_sync(kAll, place, lanes);
       if (lane >= lanes) place += other;
     }
-    const int count = __shfl_sync(kAll, place, 31);
     int start = 0;
-    if (lane == 0) start = atomicAdd(&list_.count(), count);
-    start = __shfl_sync(kAll, start, 0);
-    place += start - own;
-    for (; listed != 0; listed &= listed - 1, ++place) {
-      const int bit = __ffs(static_cast<int>(listed)) - 1;
-      if (place < list_.capacity) list_.ids()[place] = first + 8 * (bit / 8 * kThreads + threadIdx.x) + bit % 8;
-    }
-    __syncwarp();
-    for (int i = start + lane; i < min(start + count, list_.capacity); i += 32) {
-      list_.scores()[i] = row_.score(logits_[list_.ids()[i]]);
-    }
+    if (lane == 31) start = atomicAdd(&list_.count(), place);
+    const int count = __shfl_sync(kAll, place, 31);
+    start = __shfl_sync(kAll, start, 31);
+    if (start + count > list_.capacity) listed = 0;
+    return ptx::shared_address(list_.entries() + (start + place - own));
+  }
+
+  // And moves on. Of an if the compiler makes a branch.
+  static __device__ __forceinline__ void store_if(uint32_t condition, uint32_t& place, uint32_t word, int id) {
+    static_assert(sizeof(Listed) == 8);
+    asm volatile(
+        "{\n\t.reg .pred stored;\n\tsetp.ne.u32 stored,%1,0;\n\t"
+        "@stored st.shared.v2.b32 [%0],{%2,%3};\n\t@stored add.u32 %0,%0,8;\n\t}"
+        : "+r"(place)
+        : "r"(condition), "r"(word), "r"(id)
+        : "memory");
   }
 
   Logits<T> logits_;
@@ -198,31 +218,19 @@ struct Rest {
   uint64_t least, most;
 };
 
-// `rough`: the sum of all rough weights, `listed`: of the listed scores' alone. Errors, in 2^-24 of the sum: of a
-// depth, its product and its score's distance from the highest, which are rounded, as is the bound's; 22 for exp2_fast
-// (4), exact_exp (4, twice) and the sums of a chunk (6), and some to spare. Depths are at most log2(vocab / sum) on
-// average. Each exact weight is cut to an integer.
-__device__ inline Rest rough_rest(double rough, double listed, const ListBound& bound, float highest, int vocab) {
+// `rough`: the sum of all rough weights, `listed`: of the listed scores' alone, in chains of `chain`. Errors, in 2^-24
+// of the sum: of a depth, its product and its score's distance from the highest, which are rounded, as is the bound's;
+// `chain`, and 22 for exp2_fast (4), exact_exp (4, twice) and the sums of a chunk (6), and some to spare. Depths are at
+// most log2(vocab / sum) on average. Each exact weight is cut to an integer.
+__device__ inline Rest rough_rest(double rough, double listed, int chain, const ListBound& bound, float highest,
+                                  int vocab) {
   const double sum = fmax(rough - listed, 0.0);
   const float depths = __log2f(static_cast<float>(vocab) / fmaxf(static_cast<float>(sum), 1e-30f)) + 0.01f;
   const auto span = static_cast<float>(highest - bound.score());
-  const double error = rough * (2.0f * (depths + span) + 22.0f) * 0x1p-24;
+  const double error = rough * (2.0f * (depths + span) + 22.0f + static_cast<float>(chain)) * 0x1p-24;
   const double unit = exact_exp(-span) * 0x1p40f;
   return {static_cast<uint64_t>(fmax((sum - error) * unit - vocab, 0.0)),
           static_cast<uint64_t>((sum + error) * unit) + 1};
-}
-
-template <int kThreads, class T>
-__device__ uint64_t exact_rest(const Logits<T>& logits, const Row& row, const ListBound& bound, float highest) {
-  uint64_t sum = 0;
-  logits.template for_each_eight<kThreads, 1>(0, logits.vocab, [&](float (&x)[8], int) {
-#pragma unroll
-    for (int k = 0; k < 8; ++k) {
-      const float score = row.score(x[k]);
-      if (!bound.lists(bound.depth(score))) sum += fixed_weight(score - highest);
-    }
-  });
-  return block_sum<kThreads>(sum);
 }
 
 }  // namespace octavo::gpu::sampling

@@ -1,7 +1,7 @@
 // One row of logits, how its request samples it, and how a thread block goes over it.
 #pragma once
 
-#include <cstring>
+#include <type_traits>
 
 #include "gpu/element.cuh"
 #include "gpu/ptx.cuh"
@@ -49,27 +49,43 @@ struct Row {
   uint32_t position;
 
   __device__ Row(const SampleArgs& args, int row) : inverse_temperature(0.0f), top_k(0), top_p(1.0f), min_p(0.0f) {
-    const float temperature = args.temperature != nullptr ? args.temperature[row] : 0.0f;
-    if (temperature <= kGreedyTemperature) return;
-    inverse_temperature = __fdiv_rn(1.0f, temperature);
+    if (args.temperature == nullptr) return;
+    const float temperature = args.temperature[row];  // and all the rest at once: one trip to memory
     top_k = args.top_k[row];
-    if (top_k >= args.vocab) top_k = 0;
     top_p = args.top_p[row];
     min_p = args.min_p[row];
     seed = args.seeds[row];
     position = static_cast<uint32_t>(args.positions[row]);
+    if (top_k >= args.vocab) top_k = 0;
+    if (temperature > kGreedyTemperature) inverse_temperature = __fdiv_rn(1.0f, temperature);
   }
   __device__ bool greedy() const { return inverse_temperature == 0.0f; }
-  __device__ bool filtered() const { return top_k > 0 || top_p < 1.0f || min_p > 0.0f; }
+  __device__ bool nucleus_of_all() const { return top_k == 0 && top_p < 1.0f; }
+  __device__ bool filtered() const { return !greedy() && (top_k > 0 || top_p < 1.0f || min_p > 0.0f); }
   // Never fused with a following addition: the score is a value of its own.
   __device__ float score(float logit) const { return __fmul_rn(logit, inverse_temperature); }
 };
 
 // Eight logits as they lie in memory.
 template <class T>
-struct alignas(16) Raw {
-  uint4 words[sizeof(T) / 2];
+struct Raw {
+  Eight part[sizeof(T) / 2];
+
+  // That holds logit k, perhaps with another.
+  __device__ __forceinline__ uint32_t word(int k) const {
+    return sizeof(T) == 4 ? part[k / 4].w[k % 4] : part[0].w[k / 2];
+  }
 };
+
+// Of the logit with this id from its word: an eight starts at a multiple of eight.
+template <class T>
+__device__ __forceinline__ float logit_of(uint32_t word, int id) {
+  if constexpr (sizeof(T) == 4) {
+    return float_of(word);
+  } else {
+    return id % 2 == 0 ? Element<T>::low(word) : Element<T>::high(word);
+  }
+}
 
 template <class T>
 struct Logits {
@@ -80,22 +96,7 @@ struct Logits {
   __device__ float operator[](int id) const { return static_cast<float>(at[id]); }
 
   // Eight from `id`, a multiple of 8; past the end -inf.
-  __device__ __forceinline__ void load(float (&x)[8], int id, int end) const {
-    if (whole(id, end)) {
-      unpack_raw(x, *reinterpret_cast<const Raw<T>*>(at + id));
-    } else {
-      load_one_by_one(x, id, end);
-    }
-  }
-
-  // Starts to bring up to kAhead bytes from id `begin` on to the L2.
-  static constexpr int kAhead = 96 * 1024;
-  template <int kThreads>
-  __device__ __forceinline__ void prefetch(int begin, int end) const {
-    constexpr int kLine = 128 / sizeof(T);
-    const int last = min(end, begin + kAhead / static_cast<int>(sizeof(T)));
-    for (int id = begin + kLine * threadIdx.x; id < last; id += kLine * kThreads) ptx::prefetch_to_l2(at + id);
-  }
+  __device__ __forceinline__ void load(float (&x)[8], int id, int end) const { unpack_raw(x, load_raw(id, end)); }
 
   // How many loads of eight a thread has in flight.
   static constexpr int kManyLoads = sizeof(T) == 4 ? 2 : 4;
@@ -107,30 +108,23 @@ struct Logits {
   __device__ __forceinline__ void for_each_eight(int begin, int end, const F& f, const After& after) const {
     constexpr int kStride = 8 * kThreads;
     Raw<T> raw[kLoads];
-    const auto load_chunk = [&](int own) {
-#pragma unroll
-      for (int i = 0; i < kLoads; ++i) {
-        if (whole(own + i * kStride, end)) raw[i] = *reinterpret_cast<const Raw<T>*>(at + own + i * kStride);
-      }
-    };
     int own = begin + 8 * static_cast<int>(threadIdx.x);
-    load_chunk(own);
+#pragma unroll
+    for (int i = 0; i < kLoads; ++i) raw[i] = load_raw(own + i * kStride, end);
 #pragma unroll 1
     for (int first = begin; first < end; first += kLoads * kStride) {
 #pragma unroll
       for (int i = 0; i < kLoads; ++i) {
         if (first + i * kStride >= end) break;
-        const int id = own + i * kStride;
         float x[8];
-        if (whole(id, end)) {
-          unpack_raw(x, raw[i]);
-        } else {
-          load_one_by_one(x, id, end);
-        }
-        f(x, id, i);
+        unpack_raw(x, raw[i]);
+        f(x, own + i * kStride, i);
       }
       own += kLoads * kStride;
-      load_chunk(own);
+      if (first + kLoads * kStride < end) {
+#pragma unroll
+        for (int i = 0; i < kLoads; ++i) raw[i] = load_raw(own + i * kStride, end);
+      }
       after(first);
     }
   }
@@ -139,19 +133,82 @@ struct Logits {
     for_each_eight<kThreads, kLoads>(begin, end, [&](float (&x)[8], int id, int) { f(x, id); }, [](int) {});
   }
 
- private:
-  __device__ bool whole(int id, int end) const { return aligned && id + 8 <= end; }
-
-  static __device__ __forceinline__ void unpack_raw(float (&x)[8], const Raw<T>& raw) {
-    if constexpr (sizeof(T) == 4) {
-      memcpy(x, &raw, sizeof(x));
-    } else {
-      unpack<T>(x, reinterpret_cast<const Eight&>(raw));
+  // Each chunk twice: f(x[8], i) for each of its loads, between(), then g(the same as Raw, id of the first, i), whose
+  // registers are loaded again at once. Meanwhile kAhead more chunks are on their way.
+  template <int kThreads, int kLoads, int kAhead, class F, class Between, class G>
+  __device__ __forceinline__ void for_each_eight_twice(int begin, int end, const F& f, const Between& between,
+                                                       const G& g) const {
+    constexpr int kStride = 8 * kThreads, kChunk = kLoads * kStride, kChunks = 1 + kAhead;
+    Raw<T> raw[kChunks][kLoads];
+    int own = begin + 8 * static_cast<int>(threadIdx.x);
+#pragma unroll
+    for (int i = 0; i < kChunks * kLoads; ++i) raw[i / kLoads][i % kLoads] = load_raw(own + i * kStride, end);
+#pragma unroll 1
+    for (int first = begin; first < end; first += kChunks * kChunk) {
+#pragma unroll
+      for (int chunk = 0; chunk < kChunks; ++chunk) {
+        const int left = end - first - chunk * kChunk;
+        if (left <= 0) break;
+#pragma unroll
+        for (int i = 0; i < kLoads; ++i) {
+          if (i * kStride >= left) break;
+          float x[8];
+          unpack_raw(x, raw[chunk][i]);
+          f(x, i);
+        }
+        between();
+#pragma unroll
+        for (int i = 0; i < kLoads; ++i) {
+          if (i * kStride >= left) break;
+          g(raw[chunk][i], own + i * kStride, i);
+          raw[chunk][i] = load_raw(own + i * kStride + kChunks * kChunk, end);
+        }
+        own += kChunk;
+      }
     }
   }
-  __device__ __forceinline__ void load_one_by_one(float (&x)[8], int id, int end) const {
+
+ private:
+  // A word of logits that are -inf.
+  static constexpr uint32_t kLowest = std::is_same_v<T, float>           ? 0xff800000u
+                                      : std::is_same_v<T, __nv_bfloat16> ? 0xff80ff80u
+                                                                         : 0xfc00fc00u;
+
+  // Word by word: of a memcpy from memory the compiler makes loads of single bytes.
+  __device__ __forceinline__ Raw<T> load_raw(int id, int end) const {
+    Raw<T> raw;
+    if (aligned && id + 8 <= end) {
 #pragma unroll
-    for (int k = 0; k < 8; ++k) x[k] = id + k < end ? (*this)[id + k] : lowest();
+      for (int i = 0; i < static_cast<int>(sizeof(T)) / 2; ++i) {
+        const uint4 words = reinterpret_cast<const uint4*>(at + id)[i];
+        raw.part[i] = {{words.x, words.y, words.z, words.w}};
+      }
+    } else if (id >= end) {
+#pragma unroll
+      for (int i = 0; i < static_cast<int>(sizeof(T)) / 2; ++i) raw.part[i] = {{kLowest, kLowest, kLowest, kLowest}};
+    } else {
+      float x[8];
+#pragma unroll
+      for (int k = 0; k < 8; ++k) x[k] = id + k < end ? (*this)[id + k] : lowest();
+      pack_raw(raw, x);
+    }
+    return raw;
+  }
+  static __device__ __forceinline__ void unpack_raw(float (&x)[8], const Raw<T>& raw) {
+    if constexpr (sizeof(T) == 4) {
+#pragma unroll
+      for (int k = 0; k < 8; ++k) x[k] = float_of(raw.part[k / 4].w[k % 4]);
+    } else {
+      unpack<T>(x, raw.part[0]);
+    }
+  }
+  static __device__ __forceinline__ void pack_raw(Raw<T>& raw, const float (&x)[8]) {
+    if constexpr (sizeof(T) == 4) {
+#pragma unroll
+      for (int k = 0; k < 8; ++k) raw.part[k / 4].w[k % 4] = bits_of(x[k]);
+    } else {
+      raw.part[0] = pack<T>(x);
+    }
   }
 };
 

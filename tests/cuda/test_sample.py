@@ -99,11 +99,12 @@ def test_draws_follow_the_definition(device: torch.device, dtype: torch.dtype, v
 
 
 @pytest.mark.parametrize("spread", [0.02, 3.0])
-def test_filters_over_a_large_vocabulary(device: torch.device, spread: float) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_filters_over_a_large_vocabulary(device: torch.device, dtype: torch.dtype, spread: float) -> None:
     """The cut-off lies among tens of thousands of nearly equal scores, or far out in the tail."""
     rows, vocab = 16, 151_936
     generator = torch.Generator().manual_seed(5)
-    logits = (spread * torch.randn(rows, vocab, generator=generator)).to(torch.bfloat16).to(device)
+    logits = (spread * torch.randn(rows, vocab, generator=generator)).to(dtype).to(device)
     options = parameters(
         rows,
         device,

@@ -39,6 +39,7 @@ OCTAVO_BOTH float value_of_key(uint32_t key) { return float_of((key >> 31) != 0 
 OCTAVO_BOTH uint64_t packed_score(float score, int32_t id) {
   return static_cast<uint64_t>(ordered_key(score)) << 32 | static_cast<uint32_t>(~id);
 }
+OCTAVO_BOTH int32_t id_of(uint64_t packed) { return static_cast<int32_t>(~static_cast<uint32_t>(packed)); }
 constexpr uint64_t kUnusableScore = ~0ull;  // above every score: a logit is NaN or +inf
 
 // One instruction on a GPU, which the compiler makes two of in the C++.
@@ -101,7 +102,8 @@ OCTAVO_BOTH float exact_log(float x) {
 // exp(x) of x <= 0, within 2 ulp; 0 below -80.
 OCTAVO_BOTH float exact_exp(float x) {
   if (!(x > -80.0f)) return 0.0f;
-  const float n = rintf(x * 0x1.715476p+0f);
+  const float shifted = fmaf(x, 0x1.715476p+0f, 0x1.8p23f);  // so that it is rounded to an integer
+  const float n = shifted - 0x1.8p23f;
   const float r = fmaf(n, -0x1.7f7d1cp-20f, fmaf(n, -0x1.62e4p-1f, x));
   float p = 0x1.6d7544p-10f;
   p = fmaf(p, r, 0x1.123d92p-7f);
@@ -110,7 +112,7 @@ OCTAVO_BOTH float exact_exp(float x) {
   p = fmaf(p, r, 0.5f);
   p = fmaf(p, r, 1.0f);
   p = fmaf(p, r, 1.0f);
-  return p * float_of(static_cast<uint32_t>(static_cast<int32_t>(n) + 127) << 23);
+  return p * float_of((bits_of(shifted) + 127) << 23);  // p * 2^n
 }
 
 // -log(1 - v): exponential noise of a uniform v. The smallest of many wins a draw, so small ones are exact.
