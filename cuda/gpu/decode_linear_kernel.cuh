@@ -31,6 +31,7 @@ struct KernelArgs {
   unsigned long long* best;
   const int* wanted;
   int vocab;
+  bool opens_step;  // the next kernel may start only once the previous one is done
   // kAddResidual
   float* residual;
   void* scaled;
@@ -479,6 +480,7 @@ __device__ __forceinline__ void consume(const KernelArgs& args, const Ring& ring
   float* const inverse_rms = reinterpret_cast<float*>(shared);
   warm(args);
   ptx::wait_for_previous_kernel();
+  if (args.opens_step) ptx::let_next_kernel_start();
 
   Position read;
   read.advance(chain / plan.stage_blocks, plan.stages);
@@ -641,7 +643,7 @@ __global__ void __launch_bounds__(32 * kRegisterWarps<8 * Sums::kColumnTiles>, 1
       asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 #endif
     }
-    ptx::let_next_kernel_start();
+    if (!args.opens_step) ptx::let_next_kernel_start();
     __syncthreads();
 #if __CUDA_ARCH__ >= 900
     if (plan.cluster_bits > 0) ptx::arrive_at_cluster_barrier();
