@@ -80,7 +80,8 @@ def begin(
     fixed: bool = False,
     pdl: bool = False,
 ) -> None:
-    """`ops.embed`, `start` and `ops.plan_attention` of a decode step in one kernel: its first."""
+    """`ops.embed`, `start` and `ops.plan_attention` of a decode step in one kernel: its first. With `pdl` the next one
+    is `norm_linear` with `opens_step`."""
     _runtime.decode_begin(
         stream.residual,
         stream.scaled,
@@ -131,15 +132,17 @@ def norm_linear(
     eps: float,
     *,
     portable: bool = False,
-    ahead: Tensor | None = None,
+    opens_step: bool = False,
     pdl: bool = False,
 ) -> None:
     """out [B, N] = RMSNorm(residual) W^T: QKV without its bias, or logits. weight [N, H]; out in its dtype or fp32.
 
     The norm's weight was given to the op that last wrote the stream. portable: the kernel of older GPUs, for tests.
-    ahead: the weight of the matmul after this one, whose first bytes are brought into the L2.
+    opens_step: of the op right behind `begin`, whose plan must be there before anything else starts.
     """
-    _runtime.decode_norm_linear(out, stream.scaled, stream.square_sums, weight, eps, _stream(out), portable, ahead, pdl)
+    _runtime.decode_norm_linear(
+        out, stream.scaled, stream.square_sums, weight, eps, _stream(out), portable, opens_step, pdl
+    )
 
 
 def norm_gate_up(
@@ -149,13 +152,10 @@ def norm_gate_up(
     eps: float,
     *,
     portable: bool = False,
-    ahead: Tensor | None = None,
     pdl: bool = False,
 ) -> None:
     """out [B, I] = silu(gate) * up with [gate, up] = RMSNorm(residual) W^T. weight [2 I, H], gate rows first."""
-    _runtime.decode_norm_gate_up(
-        out, stream.scaled, stream.square_sums, weight, eps, _stream(out), portable, ahead, pdl
-    )
+    _runtime.decode_norm_gate_up(out, stream.scaled, stream.square_sums, weight, eps, _stream(out), portable, pdl)
 
 
 def linear_add(
@@ -168,7 +168,10 @@ def linear_add(
     ahead: Tensor | None = None,
     pdl: bool = False,
 ) -> None:
-    """residual += x W^T. x [B, K]; weight [H, K]; norm_weight [H]: of the RMSNorm that comes next."""
+    """residual += x W^T. x [B, K]; weight [H, K]; norm_weight [H]: of the RMSNorm that comes next.
+
+    ahead: the weight of the matmul after this one, whose first bytes are brought into the L2.
+    """
     _runtime.decode_linear_add(
         stream.residual,
         stream.scaled,

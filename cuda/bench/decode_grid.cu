@@ -183,7 +183,8 @@ void sweep(const Bench& bench, const std::string& cell, size_t pool_bytes) {
     const int fits = resident(bench.heads, cluster);
     if (cluster > 1 && pairs > 2 * fits) continue;
     const int warps = cluster == 1 && bench.heads.dim == 64 ? 4 : 8;
-    const DecodeGrid grid{warps, cluster, cluster > 1 ? std::max(pairs, fits) : fits / bench.heads.kv * bench.heads.kv};
+    const int clusters = cluster > 1 ? std::max(pairs, fits) : fits / bench.heads.kv * bench.heads.kv;
+    const DecodeGrid grid{warps, cluster, clusters, 0, key_steps_of(cluster, bench.heads.dim, count)};
     double best = 1e9;
     int best_tokens = 0;
     for (const int tokens : {128, 256, 512, 1024, 2048, 4096, 1 << 20}) {

@@ -176,14 +176,11 @@ __device__ __forceinline__ Merged merge(const Stats& stats, const Out& out) {
   return merged;
 }
 
-// The kernel's dynamic shared memory.
-template <class T, class Kv, int kDim, int kWarps, int kCluster>
+// The kernel's dynamic shared memory. kSteps: as key_steps of DecodeGrid.
+template <class T, class Kv, int kDim, int kWarps, int kCluster, int kSteps>
 struct DecodeShared {
   static constexpr int kQueryPitch = kDim % 64 == 0 ? kDim + 8 : 96;  // elements
-  // Steps whose keys may be on their way at once. A warp of a large cluster seldom has a second one, and short heads
-  // need the room beside a decode matmul.
-  static constexpr bool kFewSteps = kCluster > kLargestDeepCluster || (kCluster > 1 && kDim <= 64);
-  static constexpr int kKeyStages = Kv::kTensorCopies && !kFewSteps ? 2 : 1;
+  static constexpr int kKeyStages = Kv::kTensorCopies ? kSteps : 1;
   static constexpr int kStepBytes = kStepBlocks * Kv::kBytes;  // of keys, and of values
   static constexpr int kLandingBytes = (kKeyStages + 1) * kStepBytes;
   // A warp's own: first what it reads, then what it has found.
@@ -204,17 +201,17 @@ struct DecodeShared {
   int ticket;
 };
 
-// Registers of a thread: clusters whose shared memory leaves room for a decode matmul of few rows beside them on a
+// Registers of a thread: blocks whose shared memory leaves room for a decode matmul of few rows beside them on a
 // multiprocessor do so, too; single blocks of short heads leave room for three of their kind.
-template <int kDim, int kCluster>
-constexpr int kDecodeRegisters = kCluster > kLargestDeepCluster || (kCluster > 1 && kDim <= 64) ? 120
-                                 : kDim <= 64                                                   ? 128
-                                                                                                : 168;
+template <int kDim, int kSteps>
+constexpr int kDecodeRegisters = kSteps == 1  ? 120
+                                 : kDim <= 64 ? 128
+                                              : 168;
 
-template <class T, class Kv, int kDim, int kWarps, int kCluster>
+template <class T, class Kv, int kDim, int kWarps, int kCluster, int kSteps>
 class DecodeBlock {
  public:
-  using Shared = DecodeShared<T, Kv, kDim, kWarps, kCluster>;
+  using Shared = DecodeShared<T, Kv, kDim, kWarps, kCluster, kSteps>;
 
   __device__ __forceinline__ DecodeBlock(const Decode& args, const CUtensorMap& tiles, Shared& shared)
       : args_(args),
@@ -866,13 +863,13 @@ class DecodeBlock {
   int steps_done_ = 0;  // of this warp, in earlier splits
 };
 
-template <class T, class Kv, int kDim, int kWarps, int kCluster>
-__global__ void __maxnreg__((kDecodeRegisters<kDim, kCluster>))
+template <class T, class Kv, int kDim, int kWarps, int kCluster, int kSteps>
+__global__ void __maxnreg__((kDecodeRegisters<kDim, kSteps>))
     decode_kernel(const __grid_constant__ Decode args, const __grid_constant__ CUtensorMap tiles) {
   extern __shared__ __align__(1024) unsigned char memory[];
-  using Shared = DecodeShared<T, Kv, kDim, kWarps, kCluster>;
+  using Shared = DecodeShared<T, Kv, kDim, kWarps, kCluster, kSteps>;
   ptx::let_next_kernel_start();
-  DecodeBlock<T, Kv, kDim, kWarps, kCluster>(args, tiles, *reinterpret_cast<Shared*>(memory)).run();
+  DecodeBlock<T, Kv, kDim, kWarps, kCluster, kSteps>(args, tiles, *reinterpret_cast<Shared*>(memory)).run();
 }
 
 // One kernel and the shared memory it asks for.
@@ -881,10 +878,10 @@ struct DecodeKernel {
   size_t shared_bytes;
 };
 
-template <class T, class Kv, int kDim, int kWarps, int kCluster>
+template <class T, class Kv, int kDim, int kWarps, int kCluster, int kSteps>
 DecodeKernel prepared_decode_kernel() {
-  constexpr auto kFunction = decode_kernel<T, Kv, kDim, kWarps, kCluster>;
-  constexpr size_t kBytes = sizeof(DecodeShared<T, Kv, kDim, kWarps, kCluster>);
+  constexpr auto kFunction = decode_kernel<T, Kv, kDim, kWarps, kCluster, kSteps>;
+  constexpr size_t kBytes = sizeof(DecodeShared<T, Kv, kDim, kWarps, kCluster, kSteps>);
   allow_shared_bytes<kFunction>(kBytes, Kv::kTensorCopies);
   return {kFunction, kBytes};
 }
@@ -894,35 +891,36 @@ bool has_tensor_copies() {
   if constexpr (kDim % 64 == 0) {
     const Device& device = current_device();
     return device.capability >= 90 &&
-           sizeof(DecodeShared<__nv_bfloat16, LineTile<kDim>, kDim, 8, 1>) <= device.shared_bytes;
+           sizeof(DecodeShared<__nv_bfloat16, LineTile<kDim>, kDim, 8, 1, 2>) <= device.shared_bytes;
   }
   return false;
 }
 
 // Clusters have eight warps a thread block; single blocks eight, or four where more does not fit.
 template <class T, int kDim>
-DecodeKernel decode_kernel_of(int cluster, int warps) {
+DecodeKernel decode_kernel_of(int cluster, int warps, int key_steps) {
   if constexpr (kDim % 64 == 0) {
     if (has_tensor_copies<kDim>()) {
       using Kv = LineTile<kDim>;
-      if (cluster == 1 && warps == 4) return prepared_decode_kernel<T, Kv, kDim, 4, 1>();
+      if (cluster == 1 && warps == 4) return prepared_decode_kernel<T, Kv, kDim, 4, 1, 2>();
       if constexpr (DecodeKernels<kDim>::kOddClusters) {
-        if (cluster == 6) return prepared_decode_kernel<T, Kv, kDim, 8, 6>();
-        if (cluster == 3) return prepared_decode_kernel<T, Kv, kDim, 8, 3>();
+        if (cluster == 6) return prepared_decode_kernel<T, Kv, kDim, 8, 6, 1>();
+        if (cluster == 2 && key_steps == 2) return prepared_decode_kernel<T, Kv, kDim, 8, 2, 2>();
+        if (cluster == 3) return prepared_decode_kernel<T, Kv, kDim, 8, 3, 2>();
       }
-      return cluster == 8   ? prepared_decode_kernel<T, Kv, kDim, 8, 8>()
-             : cluster == 4 ? prepared_decode_kernel<T, Kv, kDim, 8, 4>()
-             : cluster == 2 ? prepared_decode_kernel<T, Kv, kDim, 8, 2>()
-                            : prepared_decode_kernel<T, Kv, kDim, 8, 1>();
+      return cluster == 8   ? prepared_decode_kernel<T, Kv, kDim, 8, 8, 1>()
+             : cluster == 4 ? prepared_decode_kernel<T, Kv, kDim, 8, 4, 1>()
+             : cluster == 2 ? prepared_decode_kernel<T, Kv, kDim, 8, 2, 1>()
+                            : prepared_decode_kernel<T, Kv, kDim, 8, 1, 2>();
     }
   } else if (cluster > 1) {
     using Kv = LaneTile<kDim>;
-    return cluster == 8   ? prepared_decode_kernel<T, Kv, kDim, 8, 8>()
-           : cluster == 4 ? prepared_decode_kernel<T, Kv, kDim, 8, 4>()
-                          : prepared_decode_kernel<T, Kv, kDim, 8, 2>();
+    return cluster == 8   ? prepared_decode_kernel<T, Kv, kDim, 8, 8, 1>()
+           : cluster == 4 ? prepared_decode_kernel<T, Kv, kDim, 8, 4, 1>()
+                          : prepared_decode_kernel<T, Kv, kDim, 8, 2, 2>();
   }
   using Kv = LaneTile<kDim>;
-  return warps == 8 ? prepared_decode_kernel<T, Kv, kDim, 8, 1>() : prepared_decode_kernel<T, Kv, kDim, 4, 1>();
+  return warps == 8 ? prepared_decode_kernel<T, Kv, kDim, 8, 1, 2>() : prepared_decode_kernel<T, Kv, kDim, 4, 1, 2>();
 }
 
 // Boxes of one KV block of one head.
@@ -939,14 +937,14 @@ CUtensorMap tile_map(const KvPool& pool, const Decode& args) {
 
 template <int kDim>
 int DecodeKernels<kDim>::single_warps() {
-  constexpr size_t kWanted = sizeof(DecodeShared<__nv_bfloat16, LaneTile<kDim>, kDim, 8, 1>);
+  constexpr size_t kWanted = sizeof(DecodeShared<__nv_bfloat16, LaneTile<kDim>, kDim, 8, 1, 2>);
   return kDim > 64 && (has_tensor_copies<kDim>() || kWanted <= current_device().shared_bytes) ? 8 : 4;
 }
 
 template <int kDim>
 void DecodeKernels<kDim>::launch(const KvPool& pool, const DecodeGrid& grid, const Decode& args, const Launch& launch) {
   with_element(pool.dtype, [&]<class T>(T) {
-    const DecodeKernel kernel = decode_kernel_of<T, kDim>(grid.cluster, grid.warps);
+    const DecodeKernel kernel = decode_kernel_of<T, kDim>(grid.cluster, grid.warps, grid.key_steps);
     launch_kernel("paged_attention", kernel.function,
                   {.grid = dim3(grid.clusters * grid.cluster),
                    .block = dim3(grid.warps * 32),
@@ -959,7 +957,7 @@ void DecodeKernels<kDim>::launch(const KvPool& pool, const DecodeGrid& grid, con
 template <int kDim>
 int DecodeKernels<kDim>::resident_clusters(int cluster) {
   const int warps = cluster == 1 ? single_warps() : kClusterWarps;
-  const DecodeKernel kernel = decode_kernel_of<__nv_bfloat16, kDim>(cluster, warps);
+  const DecodeKernel kernel = decode_kernel_of<__nv_bfloat16, kDim>(cluster, warps, key_steps_of(cluster, kDim, 1));
   int count = 0;
   if (cluster == 1) {
     check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&count, kernel.function, warps * 32, kernel.shared_bytes),

@@ -199,9 +199,10 @@ void launch_normed(const char* op, Epilogue epilogue, const DecodeNormLinearArgs
   kernel.best = reinterpret_cast<unsigned long long*>(args.best);
   kernel.wanted = args.wanted;
   kernel.vocab = args.vocab;
+  kernel.opens_step = args.opens_step;
   if (args.best != nullptr && !kernel.out_is_float) throw OpError(std::string(op) + ": the best of fp32 results only");
   launch_shape(op, shape_of(epilogue, args.out_features, args.stream.hidden, args.batch),
-               {args.weight, args.stream.scaled}, args.dtype, args.portable, kernel, args.ahead, args.launch);
+               {args.weight, args.stream.scaled}, args.dtype, args.portable, kernel, {}, args.launch);
 }
 
 }  // namespace

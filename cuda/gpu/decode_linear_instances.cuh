@@ -2,8 +2,11 @@
 #pragma once
 
 #include <algorithm>
+#include <iterator>
+#include <utility>
 
 #include "gpu/decode_linear_launch.cuh"
+#include "gpu/decode_linear_warpgroup.cuh"
 
 namespace octavo::gpu::decode {
 
@@ -13,11 +16,11 @@ namespace octavo::gpu::decode {
 struct Claim {
   int threads, shared_bytes;
 };
+constexpr int kMoreThanHalf = 116 * 1024;  // of sm_90's 227 KiB
 
 template <class Kernel>
 Claim claim_multiprocessor(Kernel kernel, int warps, int shared_bytes) {
   constexpr int kRegisters = 65536, kMostIdleWarps = 2;
-  constexpr int kMoreThanHalf = 116 * 1024;  // of sm_90's 227 KiB
   static const int registers_a_warp = [&] {
     cudaFuncAttributes attributes;
     check(cudaFuncGetAttributes(&attributes, kernel), "decode_linear");
@@ -55,6 +58,24 @@ void launch_columns(const LinearCall<Weights, Activations>& call) {
   }
 }
 
+template <class T, int kShape, class Call>
+void launch_warpgroup(const Call& call) {
+  constexpr WarpgroupShape kOf = kWarpgroupShapes[kShape];
+  using Tile = WarpgroupTile<kOf.epilogue, kOf.rows, kOf.chains, kOf.row_tiles == 1, kOf.cluster, kOf.warpgroup_rows>;
+  const auto kernel = warpgroup_kernel<T, Tile>;
+  const Plan& plan = call.args.plan;
+  const int shared_bytes = std::max(plan.shared_bytes, kMoreThanHalf);
+  allow_shared_memory(reinterpret_cast<const void*>(kernel), shared_bytes);
+  launch_kernel("decode_linear", kernel,
+                {dim3(plan.grid), dim3(Tile::kThreads), static_cast<size_t>(shared_bytes), plan.cluster()}, call.launch,
+                call.weight, call.x, call.args);
+}
+
+template <class T, class Call, int... kShapes>
+void launch_warpgroups(const Call& call, std::integer_sequence<int, kShapes...>) {
+  ((call.args.plan.warpgroup_shape == kShapes ? launch_warpgroup<T, kShapes>(call) : void()), ...);
+}
+
 template <class T, class Weights, class Activations>
 void launch_linear(const LinearCall<Weights, Activations>& call) {
   const Plan& plan = call.args.plan;
@@ -62,9 +83,10 @@ void launch_linear(const LinearCall<Weights, Activations>& call) {
   if constexpr (!Activations::kTensorCopies) {
     if (columns == 8) return launch_columns<T, 1>(call);
     if (columns == 16) return launch_columns<T, 2>(call);
-  } else if (plan.warpgroups) {
-    return columns == 32 ? launch_instance<T, WarpgroupSums<T, 4>>(call)
-                         : launch_instance<T, WarpgroupSums<T, 8>>(call);
+  } else if (plan.warpgroup_shape != kNoWarpgroup) {
+    return launch_warpgroups<T>(call, std::make_integer_sequence<int, std::size(kWarpgroupShapes)>());
+  } else if (plan.row_groups) {
+    return launch_instance<T, RowGroupSums<T, 4>>(call);
   }
   if constexpr (Activations::kTensorCopies || !Weights::kTensorCopies) {
     if (columns == 32) return launch_columns<T, 4>(call);

@@ -2,8 +2,9 @@
 //
 // One thread block per multiprocessor. Producer warps fill the ring of decode_linear_ring.cuh: some with weights, which
 // depend on no other kernel and so are on their way before the previous kernel has ended, some with activations.
-// Consumer warps multiply with mma.sync or wgmma (weights are the operand of many rows) and meet in shared memory;
-// where a cluster shares a tile, its blocks then send each other the rows that each of them finishes.
+// Consumer warps multiply with mma.sync, or for 17 to 32 rows of x with wgmma (weights are the operand of many rows),
+// and meet in shared memory; where a cluster shares a tile, its blocks then send each other the rows that each of them
+// finishes. For more rows of x see decode_linear_warpgroup.cuh.
 #pragma once
 
 #include "gpu/decode_linear_ring.cuh"
@@ -31,6 +32,7 @@ struct KernelArgs {
   unsigned long long* best;
   const int* wanted;
   int vocab;
+  bool opens_step;  // the next kernel may start only once the previous one is done
   // kAddResidual
   float* residual;
   void* scaled;
@@ -191,14 +193,14 @@ struct WarpSums {
 // A warpgroup's sums by wgmma: 64 weight rows by kColumnTiles tiles of 8 columns, both from shared memory; each warp
 // holds 16 rows. Adds in the order of WarpSums with two row tiles.
 template <class T, int kColumnTiles_>
-struct WarpgroupSums {
+struct RowGroupSums {
   static constexpr int kColumnTiles = kColumnTiles_;
   static constexpr bool kWarpgroup = true;
   static constexpr int kRows = 16;
   float sums[kColumnTiles][4];
   uint32_t weight_line, x_line;
 
-  __device__ __forceinline__ WarpgroupSums(int first_weight_line, int first_x_line)
+  __device__ __forceinline__ RowGroupSums(int first_weight_line, int first_x_line)
       : weight_line((first_weight_line - threadIdx.x / 32 % 4 * kRows) * 2 * kBlock),
         x_line(first_x_line * 2 * kBlock) {}
 
@@ -213,7 +215,9 @@ struct WarpgroupSums {
     const uint64_t a = wgmma::operand(weights + weight_line), b = wgmma::operand(x + x_line);
     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #pragma unroll
-    for (int step = 0; step < kBlock / 16; ++step) wgmma::multiply<T>(sums, a + step * 2, b + step * 2);
+    for (int step = 0; step < kBlock / 16; ++step) {
+      wgmma::multiply<T>(reinterpret_cast<float (&)[kColumnTiles * 4]>(sums), a + step * 2, b + step * 2);
+    }
     asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
   }
   template <int kPending>
@@ -243,6 +247,9 @@ __device__ __forceinline__ void store_four(T* to, float4 v) {
 
 __device__ __forceinline__ float silu_mul(float gate, float up) { return __fdividef(gate * up, 1.0f + __expf(-gate)); }
 
+// To the same bits wherever it is compiled.
+__device__ __forceinline__ float square_sum(float a, float b) { return __fmaf_rn(b, b, __fmul_rn(a, a)); }
+
 // What finishing four elements of the residual needs beside their sum. Fetched while the activations are on their way.
 template <class T>
 struct ResidualPiece {
@@ -263,7 +270,7 @@ struct ResidualPiece {
         static_cast<T*>(args.scaled) + at,
         {h.x * (Element<T>::low(norm_weight.x) * kScale<T>), h.y * (Element<T>::high(norm_weight.x) * kScale<T>),
          h.z * (Element<T>::low(norm_weight.y) * kScale<T>), h.w * (Element<T>::high(norm_weight.y) * kScale<T>)});
-    return (h.x * h.x + h.y * h.y) + (h.z * h.z + h.w * h.w);
+    return square_sum(h.x, h.y) + square_sum(h.z, h.w);
   }
 };
 
@@ -404,8 +411,18 @@ __device__ __forceinline__ void warm(const KernelArgs& args) {
 
 // ---- consumers
 
-__device__ __forceinline__ void consumer_barrier(int threads) {
-  asm volatile("bar.sync 1,%0;" ::"r"(threads) : "memory");
+// Named barriers: of the consumers; and of them and the warps that find 1 / rms of the rows of x for them. Their
+// numbers are constants: a block with one in a register claims all sixteen, and shares the multiprocessor with no
+// other.
+constexpr int kConsumers = 1, kNorms = 2;
+
+template <int kBarrier>
+__device__ __forceinline__ void join_barrier(int threads) {
+  asm volatile("bar.sync %0,%1;" ::"n"(kBarrier), "r"(threads) : "memory");
+}
+template <int kBarrier>
+__device__ __forceinline__ void arrive_at_barrier(int threads) {
+  asm volatile("bar.arrive %0,%1;" ::"n"(kBarrier), "r"(threads) : "memory");
 }
 
 #if __CUDA_ARCH__ >= 900
@@ -452,7 +469,7 @@ __device__ __forceinline__ void add_chain(Sums& sums, const Plan& plan, const Ri
       started = read.slot;
 #endif
     }
-    read.advance(plan.k_warps / plan.stage_blocks, plan.stages);
+    read.advance(plan.chains / plan.stage_blocks, plan.stages);
   }
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   if constexpr (Sums::kWarpgroup) {
@@ -460,6 +477,15 @@ __device__ __forceinline__ void add_chain(Sums& sums, const Plan& plan, const Ri
     if (lane == 0) arrive(ring.emptied(started));
   }
 #endif
+}
+
+// Of few rows of x, whose activations come by cp.async, the warps that copy them find the norms, too: they have the
+// time. Of several tiles they copy the next one's before the first one's are wanted, and would wait for its end: not
+// then.
+template <class Sums>
+__device__ __forceinline__ bool producers_find_norms(const KernelArgs& args) {
+  return 8 * Sums::kColumnTiles <= kFewColumns && args.epilogue != Epilogue::kAddResidual &&
+         args.plan.tiles <= args.plan.grid;
 }
 
 // kDirect: a plan that is `direct`, as the LM head's. Its code would slow the kernels of the layers down.
@@ -478,10 +504,12 @@ __device__ __forceinline__ void consume(const KernelArgs& args, const Ring& ring
   float* const inverse_rms = reinterpret_cast<float*>(shared);
   warm(args);
   ptx::wait_for_previous_kernel();
+  if (args.opens_step) ptx::let_next_kernel_start();
 
   Position read;
   read.advance(chain / plan.stage_blocks, plan.stages);
-  if (normed) {
+  const bool norms_come = !kDirect && producers_find_norms<Sums>(args);
+  if (normed && !norms_come) {
 #pragma unroll 1
     for (int first = 0; first < args.batch; first += threads / InverseRms<T>::kLanes) {
       InverseRms<T> rms;
@@ -489,7 +517,7 @@ __device__ __forceinline__ void consume(const KernelArgs& args, const Ring& ring
       wait(ring.activations_here(read.slot), read.parity);
       rms.finish(inverse_rms, args, first + thread / rms.kLanes, thread % rms.kLanes);
     }
-    if (kDirect) consumer_barrier(threads);  // other threads wrote some of them
+    if (kDirect) join_barrier<kConsumers>(threads);  // other threads wrote some of them
   }
   [[maybe_unused]] BestOfColumns<Sums::kColumnTiles> best{reinterpret_cast<uint64_t*>(shared + plan.best_offset) +
                                                           warp * Sums::kColumnTiles * 8};
@@ -511,12 +539,16 @@ __device__ __forceinline__ void consume(const KernelArgs& args, const Ring& ring
       continue;
     }
 
-    consumer_barrier(threads);  // the reduction buffer is free: it lies in the ring, or the last tile used it
+    join_barrier<kConsumers>(threads);  // the reduction buffer is free: it lies in the ring, or the last tile used it
     float* const reduce = reinterpret_cast<float*>(shared + plan.reduce_offset);
-    Partials partials{reduce, plan.k_warps, plan.columns * plan.reduce_stride, plan.reduce_stride};
+    Partials partials{reduce, plan.chains, plan.columns * plan.reduce_stride, plan.reduce_stride};
     sums.store(reduce + chain * partials.count_stride + first_column * plan.reduce_stride, plan.reduce_stride,
                first_row, plan.rows);
-    consumer_barrier(threads);
+    if (norms_come) {
+      join_barrier<kNorms>(threads + 32 * AsyncActivations::kWarps);
+    } else {
+      join_barrier<kConsumers>(threads);
+    }
 #if __CUDA_ARCH__ >= 900
     if (plan.cluster_bits > 0) partials = exchange(args, partials, shared, ring.exchange_barrier(), thread, threads);
 #endif
@@ -542,7 +574,7 @@ __device__ __forceinline__ void consume(const KernelArgs& args, const Ring& ring
     }
   }
   if (kDirect && args.best != nullptr) {
-    consumer_barrier(threads);
+    join_barrier<kConsumers>(threads);
     if (thread < args.batch) {
       // Warps of one share of the columns lie next to each other, and again for each chain: here there is one chain.
       const int columns = Sums::kColumnTiles * 8, share = thread / columns;
@@ -570,9 +602,9 @@ __device__ __forceinline__ void fill(const Plan& plan, const Ring& ring, const L
 #pragma unroll 1
     for (int left = plan.rounds; left > 0; --left) {
 #pragma unroll 1
-      for (int block = 0; block < plan.k_warps; block += plan.stage_blocks) {
+      for (int block = 0; block < plan.chains; block += plan.stage_blocks) {
         wait(ring.emptied(write.slot), write.parity ^ 1);
-        load(write.slot, tile * plan.rows, ((round << plan.cluster_bits) + rank) * plan.k_warps + block);
+        load(write.slot, tile * plan.rows, ((round << plan.cluster_bits) + rank) * plan.chains + block);
         write.advance(1, plan.stages);
       }
       round = round + 1 < plan.rounds ? round + 1 : 0;
@@ -612,6 +644,45 @@ __device__ __forceinline__ void produce_activations(const Activations& x, const 
        [&](int slot, int, int k_block) { x.load(ring.activations(slot), ring.activations_here(slot), k_block); });
 }
 
+// The same, and 1 / rms of all rows of x, which `consumers` threads wait for.
+template <class T>
+__device__ __forceinline__ void produce_activations_and_norms(const AsyncActivations& x, const KernelArgs& args,
+                                                              const Ring& ring, unsigned char* shared, int consumers) {
+  constexpr int kThreads = 32 * AsyncActivations::kWarps;
+  static_assert(kThreads / InverseRms<T>::kLanes >= kFewColumns);
+  const int row = threadIdx.x % kThreads / InverseRms<T>::kLanes, lane = threadIdx.x % InverseRms<T>::kLanes;
+  InverseRms<T> rms;
+  ptx::wait_for_previous_kernel();
+  rms.fetch(args, row, lane);
+  produce_activations(x, args.plan, ring);
+  rms.finish(reinterpret_cast<float*>(shared), args, row, lane);
+  arrive_at_barrier<kNorms>(consumers + kThreads);
+}
+
+// Sets up barriers, and lets the next kernel start. `empty_arrivals`: warps that say of a stage that they have read it.
+template <class Weights, class Activations>
+__device__ __forceinline__ Ring open_block(const KernelArgs& args, unsigned char* shared, int empty_arrivals) {
+  const Plan& plan = args.plan;
+  const int weight_bytes = plan.stage_blocks * plan.rows * 2 * kBlock;
+  const Ring ring{ptx::shared_address(shared), plan.stages, weight_bytes,
+                  weight_bytes + plan.stage_blocks * plan.columns * 2 * kBlock};
+  if (threadIdx.x == 0) {
+    if (ring.shared % 1024 != 0) __trap();
+    ring.init(Weights::kWarps * Weights::kLanes, Activations::kWarps * Activations::kLanes, empty_arrivals);
+#if __CUDA_ARCH__ >= 900
+    if (plan.cluster_bits > 0)
+      ptx::expect_bytes(ring.exchange_barrier(), plan.cluster() * args.batch * plan.own_rows * 4);
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+#endif
+  }
+  if (!args.opens_step) ptx::let_next_kernel_start();
+  __syncthreads();
+#if __CUDA_ARCH__ >= 900
+  if (plan.cluster_bits > 0) ptx::arrive_at_cluster_barrier();
+#endif
+  return ring;
+}
+
 template <class T, class Sums, class Weights, class Activations, bool kDirect>
 __global__ void __launch_bounds__(32 * kRegisterWarps<8 * Sums::kColumnTiles>, 1)
     linear_kernel(const __grid_constant__ typename Weights::Operand weight,
@@ -627,24 +698,8 @@ __global__ void __launch_bounds__(32 * kRegisterWarps<8 * Sums::kColumnTiles>, 1
     extern __shared__ __align__(1024) unsigned char shared[];
     const Plan& plan = args.plan;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const int weight_bytes = plan.stage_blocks * plan.rows * 2 * kBlock;
-    const Ring ring{ptx::shared_address(shared), plan.stages, weight_bytes,
-                    weight_bytes + plan.stage_blocks * plan.columns * 2 * kBlock};
-    if (threadIdx.x == 0) {
-      if (ring.shared % 1024 != 0) __trap();
-      ring.init(Weights::kWarps * Weights::kLanes, Activations::kWarps * Activations::kLanes,
-                plan.stage_blocks * plan.row_warps * plan.column_warps * (Sums::kWarpgroup ? 1 : 32));
-#if __CUDA_ARCH__ >= 900
-      if (plan.cluster_bits > 0)
-        ptx::expect_bytes(ring.exchange_barrier(), plan.cluster() * args.batch * plan.own_rows * 4);
-      asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-#endif
-    }
-    ptx::let_next_kernel_start();
-    __syncthreads();
-#if __CUDA_ARCH__ >= 900
-    if (plan.cluster_bits > 0) ptx::arrive_at_cluster_barrier();
-#endif
+    const Ring ring = open_block<Weights, Activations>(
+        args, shared, plan.stage_blocks * plan.row_warps * plan.column_warps * (Sums::kWarpgroup ? 1 : 32));
     const StageShape stage{plan.rows, plan.columns, plan.stage_blocks, args.epilogue == Epilogue::kSiluMul};
     if (warp < plan.consumer_warps()) {
       consume<T, Sums, kDirect>(args, ring, shared);
@@ -654,6 +709,12 @@ __global__ void __launch_bounds__(32 * kRegisterWarps<8 * Sums::kColumnTiles>, 1
         if constexpr (Weights::kTensorCopies) fetch_ahead(args);
       }
     } else if (warp < plan.consumer_warps() + Weights::kWarps + Activations::kWarps) {
+      if constexpr (!kDirect && 8 * Sums::kColumnTiles <= kFewColumns) {
+        if (producers_find_norms<Sums>(args)) {
+          return produce_activations_and_norms<T>(Activations(x, stage), args, ring, shared,
+                                                  32 * plan.consumer_warps());
+        }
+      }
       if (lane < Activations::kLanes) produce_activations(Activations(x, stage), plan, ring);
     }
   } else {

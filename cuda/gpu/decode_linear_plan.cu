@@ -1,6 +1,9 @@
 #include "gpu/decode_linear_plan.cuh"
 
 #include <algorithm>
+#include <iterator>
+
+#include "octavo/decode_linear.h"
 
 namespace octavo::gpu::decode {
 namespace {
@@ -71,6 +74,21 @@ Cut cut_silu_mul(const Shape& shape, const Target& target) {
   return cut;
 }
 
+// The narrowest that serves such tiles.
+int warpgroup_shape(Epilogue epilogue, const Cut& cut, int chains) {
+  int found = kNoWarpgroup;
+  for (int i = 0; i < static_cast<int>(std::size(kWarpgroupShapes)); ++i) {
+    const WarpgroupShape& shape = kWarpgroupShapes[i];
+    const bool fits = epilogue == Epilogue::kAddResidual ? shape.rows == cut.rows : shape.rows >= cut.rows;
+    if (shape.epilogue != epilogue || !fits || shape.chains != chains || shape.row_tiles != cut.row_tiles ||
+        shape.cluster != cut.cluster) {
+      continue;
+    }
+    if (found == kNoWarpgroup || shape.rows < kWarpgroupShapes[found].rows) found = i;
+  }
+  return found;
+}
+
 }  // namespace
 
 int square_sum_channels(int hidden) { return hidden < 1024 ? 8 : hidden <= 2048 ? 16 : hidden <= 4096 ? 32 : 64; }
@@ -93,15 +111,19 @@ bool make_plan(const Shape& shape, const Cut& cut, const Target& target, Plan& p
   plan.rows = cut.rows;
   while (plan.cluster() < cut.cluster) ++plan.cluster_bits;
   plan.row_tiles = cut.row_tiles;
-  plan.k_warps = cut.chains / cut.cluster;
-  if (plan.k_warps < 1) return false;
+  plan.chains = cut.chains / cut.cluster;
+  if (plan.chains < 1) return false;
+  plan.warpgroup_shape = target.warpgroups && plan.columns == kMaxDecodeBatch
+                             ? warpgroup_shape(shape.epilogue, cut, plan.chains)
+                             : kNoWarpgroup;
+  const bool by_warpgroup = plan.warpgroup_shape != kNoWarpgroup;
   const int most_warps =
       (plan.columns <= kFewColumns ? kMaxWarps : kMaxWarpsManyColumns) - target.producer_warps(plan.columns);
-  plan.warpgroups = target.warpgroups && plan.columns > kFewColumns && cut.row_tiles == 2 &&
-                    4 * ceil_div(cut.rows, 64) * plan.k_warps <= most_warps;
-  plan.row_warps = plan.warpgroups ? 4 * ceil_div(cut.rows, 64) : ceil_div(cut.rows, 16 * cut.row_tiles);
-  plan.column_warps = plan.columns > 32 && !plan.warpgroups ? 2 : 1;
-  if (plan.consumer_warps() > most_warps) return false;
+  plan.row_groups = target.warpgroups && plan.columns == 32 && cut.row_tiles == 2 &&
+                    4 * ceil_div(cut.rows, 64) * plan.chains <= most_warps;
+  plan.row_warps = plan.row_groups ? 4 * ceil_div(cut.rows, 64) : ceil_div(cut.rows, 16 * cut.row_tiles);
+  plan.column_warps = plan.columns > 32 ? 2 : 1;
+  if (!by_warpgroup && plan.consumer_warps() > most_warps) return false;
   if (cut.rows % (4 * cut.cluster) != 0) return false;
   plan.own_rows = cut.rows / cut.cluster;
   plan.quads = plan.own_rows / (shape.epilogue == Epilogue::kSiluMul ? 8 : 4);
@@ -116,23 +138,25 @@ bool make_plan(const Shape& shape, const Cut& cut, const Target& target, Plan& p
   plan.reduce_stride = round_up(cut.rows, 16) + 4;
   plan.direct = shape.epilogue == Epilogue::kStore && cut.chains == 1;
   const int reduce_bytes =
-      plan.direct ? 0 : round_up(plan.k_warps * plan.columns * plan.reduce_stride * 4, kSwizzleBytes);
+      plan.direct || by_warpgroup ? 0 : round_up(plan.chains * plan.columns * plan.reduce_stride * 4, kSwizzleBytes);
   const int exchange_bytes = cut.cluster > 1 ? cut.cluster * plan.columns * plan.own_rows * 4 : 0;
-  // The last warps of a tile also multiply what lies behind it.
-  const int rows_read = plan.row_warps * 16 * (plan.warpgroups ? 1 : cut.row_tiles);
-  const int overrun_bytes = round_up((rows_read - cut.rows) * 2 * kBlock, kSwizzleBytes);
-  const int best_bytes = plan.direct ? plan.consumer_warps() * plan.columns * 8 : 0;
+  // What lies behind a tile, or behind the activations, is multiplied, too, where an instruction takes more.
+  const int lines_behind =
+      by_warpgroup ? std::max(kWarpgroupShapes[plan.warpgroup_shape].rows - cut.rows, kMaxDecodeBatch - plan.columns)
+                   : plan.row_warps * 16 * (plan.row_groups ? 1 : cut.row_tiles) - cut.rows;
+  const int overrun_bytes = round_up(lines_behind * 2 * kBlock, kSwizzleBytes);
+  const int best_bytes = plan.direct && !by_warpgroup ? plan.consumer_warps() * plan.columns * 8 : 0;
   const int ring_bytes =
       target.shared_bytes - kHeaderBytes - overrun_bytes - exchange_bytes - best_bytes - (one_tile ? 0 : reduce_bytes);
 
   const int line_bytes = 2 * kBlock;
-  plan.stage_blocks = plan.k_warps;
+  plan.stage_blocks = plan.chains;
   const auto stage_bytes = [&] { return plan.stage_blocks * (cut.rows + plan.columns) * line_bytes; };
   while (plan.stage_blocks > 1 &&
          (plan.stage_blocks * cut.rows * line_bytes > 20 * 1024 || 3 * stage_bytes() > ring_bytes)) {
     plan.stage_blocks /= 2;
   }
-  const int all_stages = plan.rounds * (plan.k_warps / plan.stage_blocks) * (one_tile ? 1 : 2);
+  const int all_stages = plan.rounds * (plan.chains / plan.stage_blocks) * (one_tile ? 1 : 2);
   plan.stages = std::min({ring_bytes / stage_bytes(), all_stages, kMaxStages});
   if (plan.stages < std::min(2, all_stages)) return false;
   const int weight_stage_bytes = plan.stage_blocks * cut.rows * line_bytes;

@@ -48,13 +48,33 @@ struct Cut {
   int window_bytes;  // weight bytes in flight in a block: a full memory queue would delay the activations
 };
 
+// Tiles that the kernel of decode_linear_warpgroup.cuh is compiled for; smaller ones behind a norm are served, too.
+struct WarpgroupShape {
+  Epilogue epilogue;
+  int rows;
+  int chains;  // of a block
+  int row_tiles;
+  int cluster;
+  int warpgroup_rows;  // a warpgroup's share: as many as leave room for the sums of all chains
+};
+constexpr WarpgroupShape kWarpgroupShapes[] = {
+    {Epilogue::kStore, 32, 4, 1, 1, 32},       {Epilogue::kStore, 144, 2, 2, 1, 80},
+    {Epilogue::kStore, 192, 1, 2, 1, 192},     {Epilogue::kSiluMul, 32, 4, 1, 1, 32},
+    {Epilogue::kSiluMul, 144, 2, 2, 1, 80},    {Epilogue::kSiluMul, 192, 2, 2, 1, 96},
+    {Epilogue::kAddResidual, 64, 4, 2, 1, 64}, {Epilogue::kAddResidual, 32, 4, 2, 4, 32},
+    {Epilogue::kAddResidual, 64, 4, 2, 4, 64},
+};
+constexpr int kNoWarpgroup = -1;
+
 struct Plan {
   int columns;  // batch rounded up to 8, 16, 32 or 64
   int rows, cluster_bits, row_tiles;
-  bool warpgroups;                       // row_warps come in fours of 64 rows, which multiply together
-  int row_warps, column_warps, k_warps;  // their product are the consumer warps; k_warps: chains of this block
-  int rounds;                            // k-blocks of a chain
-  int stage_blocks;                      // k-blocks of a stage
+  int chains;                   // of this block
+  int warpgroup_shape;          // index in kWarpgroupShapes, or kNoWarpgroup: then the next three are of use
+  bool row_groups;              // row_warps come in fours of 64 rows, which multiply together
+  int row_warps, column_warps;  // of a chain
+  int rounds;                   // k-blocks of a chain
+  int stage_blocks;             // k-blocks of a stage: a power of two
   int stages, window;
   int tiles, grid;
   bool direct;             // one chain behind a norm: sums go to memory from registers
@@ -66,7 +86,7 @@ struct Plan {
   int shared_bytes;
 
   constexpr int cluster() const { return 1 << cluster_bits; }
-  constexpr int consumer_warps() const { return row_warps * column_warps * k_warps; }
+  constexpr int consumer_warps() const { return row_warps * column_warps * chains; }
   // The column of the i-th quad: i / quads, exact for as many quads as a tile has.
   constexpr int column_of(int i) const { return static_cast<int>(i * column_factor >> 20); }
 };

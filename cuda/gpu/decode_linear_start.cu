@@ -47,17 +47,19 @@ __global__ void __launch_bounds__(kStartThreads)
   start_row<T, kStartThreads>(args.stream, x, static_cast<const T*>(args.norm_weight), blockIdx.x, channels);
 }
 
-// A block a row, and a last one for the plan. Never lets its successor start early: the plan is read early.
+// A block a row, and a last one for the plan. Its successor may start early, but lets no other do so: the plan is read
+// early.
 template <class T>
 __global__ void __launch_bounds__(decode_plan::kThreads)
     begin_kernel(const __grid_constant__ DecodeBeginArgs args, const __grid_constant__ decode_plan::PlanInputs plan,
                  int channels) {
   extern __shared__ int seq_arrays[];
+  ptx::let_next_kernel_start();
   ptx::wait_for_previous_kernel();
   const int row = blockIdx.x;
   if (row == args.batch) return decode_plan::make_plan(plan, seq_arrays);
-  const int source = args.sources != nullptr ? args.sources[row] : -1;
-  const int token = source >= 0 ? args.newest[source] : args.token_ids[row];
+  const int id = args.token_ids[row], source = args.sources != nullptr ? args.sources[row] : -1;
+  const int token = source >= 0 ? args.newest[source] : id;
   const bool known = token >= 0 && token < args.vocab;
   const T* x = static_cast<const T*>(args.table) + int64_t{token} * args.stream.hidden;
   start_row<T, decode_plan::kThreads>(args.stream, known ? x : nullptr, static_cast<const T*>(args.norm_weight), row,

@@ -93,7 +93,9 @@ DecodeGrid decode_grid(int num_seqs, int kv_heads, int head_dim, bool fixed) {
   // all of it, at the price of a merge through memory.
   for (size_t i = 0; i + 1 < fits.size(); ++i) {
     const int cluster = kClusterSizes[i];
-    if (pairs <= fits[i] && (i == 0 || 10 * pairs * cluster >= 6 * blocks)) return {8, cluster, fits[i]};
+    if (pairs <= fits[i] && (i == 0 || 10 * pairs * cluster >= 6 * blocks)) {
+      return {8, cluster, fits[i], 0, key_steps_of(cluster, head_dim, num_seqs)};
+    }
   }
   const int single = std::max(blocks / kv_heads, 1) * kv_heads;  // a multiple of the heads: see plan_stretches
   return {warps, 1, single};

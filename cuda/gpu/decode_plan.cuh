@@ -35,6 +35,7 @@ struct DecodeGrid {
   int cluster;          // thread blocks that read one split together and merge through distributed shared memory
   int clusters;         // launched; single blocks may have several splits in turn
   int fixed_parts = 0;  // > 0: contexts are cut by their own length alone, into so many parts at most; see decode_grid
+  int key_steps = 2;    // of a warp, whose keys may be on their way at once: see key_steps_of
 };
 
 // The grid for a batch: one cluster a (sequence, KV head) where that fits, as large as it fits; else single blocks.
@@ -57,8 +58,13 @@ __host__ __device__ constexpr int partial_slot(int first, int part, int apart) {
   return part == 0 ? 2 * first + 1 : 2 * (first + part * apart);
 }
 
-// Up to this size a thread block of a cluster has several steps a warp where it is used at all.
-constexpr int kLargestDeepCluster = 3;
+// A warp of a large cluster seldom has a second step, and short heads need the room beside a decode matmul. Clusters of
+// two have many steps a warp; they need that room where the matmuls leave it, that is for few rows.
+constexpr int key_steps_of(int cluster, int head_dim, int num_seqs) {
+  constexpr int kFewRows = 16;
+  if (cluster == 1 || head_dim % 64 != 0) return cluster > 3 ? 1 : 2;
+  return head_dim <= 64 || cluster > 3 || (cluster == 2 && num_seqs <= kFewRows) ? 1 : 2;
+}
 
 constexpr int kMaxGroup = 8;  // query heads a KV head: the columns of an mma
 struct Decode {

@@ -259,7 +259,6 @@ __device__ __forceinline__ void make_plan(const PlanInputs& in, int* seq_arrays)
     const int size = choose_size(context);
     size > 0 ? plan_parts(context, size) : plan_stretches(context);
   }
-  __threadfence();
 }
 
 }  // namespace octavo::gpu::decode_plan

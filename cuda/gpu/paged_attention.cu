@@ -71,7 +71,7 @@ void decode(const Args& args, Decode decode) {
   decode.group = group;
   // Where thread blocks start beside the QKV projection's, or KV takes far longer than the projection. Elsewhere KV on
   // its way early only delays the rows that the projection writes.
-  decode.reads_early = grid.cluster > kLargestDeepCluster || pool.head_dim <= 64 || args.num_seqs > kManySeqs;
+  decode.reads_early = grid.key_steps == 1 || pool.head_dim <= 64 || args.num_seqs > kManySeqs;
   with_head_dim(pool.head_dim, [&]<int kDim>() { DecodeKernels<kDim>::launch(pool, grid, decode, launch); });
 }
 

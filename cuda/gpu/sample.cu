@@ -145,9 +145,9 @@ class RowSampler {
 template <int kThreads, class T>
 __global__ void __launch_bounds__(kThreads, 1024 / kThreads) sample_kernel(const __grid_constant__ Sample sample) {
   ptx::let_next_kernel_start();
-  ptx::wait_for_previous_kernel();
   const int index = blockIdx.y;
   const Row row(sample.args, index);
+  ptx::wait_for_previous_kernel();
   if (row.greedy() && sample.args.best != nullptr) {
     if (blockIdx.x == 0 && threadIdx.x == 0) deliver(sample.args, index, take(sample.args.best + index));
     return;

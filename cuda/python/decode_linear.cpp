@@ -115,8 +115,8 @@ void decode_begin(const Tensor& residual, const Tensor& scaled, const Tensor& sq
 
 // `halves`: rows of the weight for each column of `out`.
 void run_normed(const char* op, void (*on_stream)(const DecodeNormLinearArgs&), int halves, const Tensor& out,
-                const Tensor& scaled, const Tensor& square_sums, const Tensor& weight, float eps,
-                const OptionalTensor& ahead, uintptr_t stream, bool portable, bool pdl, DecodeNormLinearArgs args) {
+                const Tensor& scaled, const Tensor& square_sums, const Tensor& weight, float eps, uintptr_t stream,
+                bool portable, bool pdl, DecodeNormLinearArgs args) {
   View out_view(op, "out", out);
   View weight_view(op, "weight", weight);
   on_gpu(out_view.rank(2).contiguous());
@@ -130,16 +130,17 @@ void run_normed(const char* op, void (*on_stream)(const DecodeNormLinearArgs&), 
   args.weight = weight_view.data();
   args.eps = eps;
   args.portable = portable;
-  args.ahead = ahead_of(op, ahead, out_view);
   args.launch = launch_on(stream, pdl);
   nb::gil_scoped_release released;
   on_stream(args);
 }
 
 void decode_norm_linear(const Tensor& out, const Tensor& scaled, const Tensor& square_sums, const Tensor& weight,
-                        float eps, uintptr_t stream, bool portable, const OptionalTensor& ahead, bool pdl) {
-  run_normed("decode_norm_linear", gpu::decode_norm_linear, 1, out, scaled, square_sums, weight, eps, ahead, stream,
-             portable, pdl, {});
+                        float eps, uintptr_t stream, bool portable, bool opens_step, bool pdl) {
+  DecodeNormLinearArgs args{};
+  args.opens_step = opens_step;
+  run_normed("decode_norm_linear", gpu::decode_norm_linear, 1, out, scaled, square_sums, weight, eps, stream, portable,
+             pdl, args);
 }
 
 void decode_head(const Tensor& out, const Tensor& scaled, const Tensor& square_sums, const Tensor& weight, float eps,
@@ -155,8 +156,7 @@ void decode_head(const Tensor& out, const Tensor& scaled, const Tensor& square_s
   args.wanted =
       wanted_view.shape({out_view.size(0)}).of(Scalar::kInt32).contiguous().like(out_view).data<const int32_t>();
   args.vocab = vocab;
-  run_normed(op, gpu::decode_norm_linear, 1, out, scaled, square_sums, weight, eps, OptionalTensor{{nb::none()}},
-             stream, false, pdl, args);
+  run_normed(op, gpu::decode_norm_linear, 1, out, scaled, square_sums, weight, eps, stream, false, pdl, args);
 }
 
 bool decode_head_finds_best(int64_t out_features, int64_t in_features, int64_t batch, const std::string& dtype) {
@@ -166,8 +166,8 @@ bool decode_head_finds_best(int64_t out_features, int64_t in_features, int64_t b
 }
 
 void decode_norm_gate_up(const Tensor& out, const Tensor& scaled, const Tensor& square_sums, const Tensor& weight,
-                         float eps, uintptr_t stream, bool portable, const OptionalTensor& ahead, bool pdl) {
-  run_normed("decode_norm_gate_up", gpu::decode_norm_gate_up, 2, out, scaled, square_sums, weight, eps, ahead, stream,
+                         float eps, uintptr_t stream, bool portable, bool pdl) {
+  run_normed("decode_norm_gate_up", gpu::decode_norm_gate_up, 2, out, scaled, square_sums, weight, eps, stream,
              portable, pdl, {});
 }
 
@@ -217,9 +217,9 @@ void init_decode_linear(nb::module_& module) {
              "wanted"_a, "vocab"_a, "stream"_a, "pdl"_a = false);
   module.def("decode_head_finds_best", decode_head_finds_best, "out_features"_a, "in_features"_a, "batch"_a, "dtype"_a);
   module.def("decode_norm_linear", decode_norm_linear, "out"_a, "scaled"_a, "square_sums"_a, "weight"_a, "eps"_a,
-             "stream"_a, "portable"_a = false, "ahead"_a = nb::none(), "pdl"_a = false);
+             "stream"_a, "portable"_a = false, "opens_step"_a = false, "pdl"_a = false);
   module.def("decode_norm_gate_up", decode_norm_gate_up, "out"_a, "scaled"_a, "square_sums"_a, "weight"_a, "eps"_a,
-             "stream"_a, "portable"_a = false, "ahead"_a = nb::none(), "pdl"_a = false);
+             "stream"_a, "portable"_a = false, "pdl"_a = false);
   module.def("decode_linear_add", decode_linear_add, "residual"_a, "scaled"_a, "square_sums"_a, "x"_a, "weight"_a,
              "norm_weight"_a, "stream"_a, "portable"_a = false, "ahead"_a = nb::none(), "pdl"_a = false);
 }

@@ -67,7 +67,7 @@ class DecodeChain:
         norms = [layer.input_norm for layer in layers[1:]] + [self._weights.final_norm]
         self._begin(batch)
         for index, (layer, next_norm) in enumerate(zip(layers, norms, strict=True)):
-            ops_decode.norm_linear(qkv, stream, layer.qkv.weight, eps, pdl=pdl)
+            ops_decode.norm_linear(qkv, stream, layer.qkv.weight, eps, opens_step=index == 0, pdl=pdl)
             attended = attention(index, qkv)
             ahead = layer.gate_up.weight if self._fetches_ahead else None
             ops_decode.linear_add(stream, attended, layer.o.weight, layer.post_norm, ahead=ahead, pdl=pdl)

@@ -34,7 +34,7 @@ def test_lengths_around_every_edge(heads: tuple[int, int, int], dtype: torch.dty
 
 
 @pytest.mark.parametrize("heads", MODELS, ids=str)
-@pytest.mark.parametrize("batch", [1, 2, 5, 8, 20, 40, 70, 140])
+@pytest.mark.parametrize("batch", [1, 2, 5, 8, 20, 30, 40, 70, 140])
 def test_every_grid(batch: int, heads: tuple[int, int, int]) -> None:
     """From one cluster a pair to several rounds of single blocks; uneven lengths."""
     case = paged_case(ragged(batch, 3000, batch), heads=heads)

@@ -17,7 +17,15 @@ Tensor = torch.Tensor
 EPS = 1e-6
 DTYPES = [torch.bfloat16, torch.float16]
 # (hidden, query and KV width, query width, inter) of Qwen2.5-1.5B, Qwen3-0.6B, SmolLM2-135M and odd ones.
-MODELS = [(1536, 2048, 1536, 8960), (1024, 4096, 2048, 3072), (576, 960, 576, 1536), (896, 1152, 896, 4864)]
+MODELS = [
+    (1536, 2048, 1536, 8960),
+    (1024, 4096, 2048, 3072),
+    (576, 960, 576, 1536),
+    (896, 1152, 896, 4864),
+    (2048, 12288, 2048, 11008),
+    (5120, 2048, 1024, 2048),
+    (512, 1152, 512, 14336),  # several tiles a thread block
+]
 BATCHES = [1, 7, 8, 13, 32, 48, 64]
 PATHS = pytest.mark.parametrize("portable", [False, True], ids=["best", "portable"])
 
@@ -185,6 +193,44 @@ def test_begin_equals_embed_start_and_plan(batch: int, dtype: torch.dtype, fixed
     assert lens_of_zero > 1 or torch.equal(expected, got)  # several empty sequences are listed in any order
 
 
+@pytest.mark.parametrize("batch", [1, 8, 64])
+def test_a_step_that_starts_early_reads_the_plan_of_its_own_lengths(batch: int) -> None:
+    """begin lets the first matmul start beside it; attention, which reads the plan early, comes behind both."""
+    hidden, vocab, heads, dtype = 1536, 500, (12, 2, 128), torch.bfloat16
+    q_heads, kv_heads, head_dim = heads
+    table, norm, matrix = random(vocab, hidden, dtype=dtype), norm_of(hidden, dtype), weight(2048, hidden, dtype)
+    token_ids = torch.arange(batch, dtype=torch.int32, device="cuda")
+    width = 200
+    pool = random(batch * width + 1, 1, 2, kv_heads, 16, head_dim, dtype=dtype)
+    tables = 1 + torch.arange(batch * width, dtype=torch.int32, device="cuda").view(batch, width)
+    lens = torch.ones(batch, dtype=torch.int32, device="cuda")
+    cos_sin = random(16 * width, head_dim, dtype=torch.float32)
+    stream, qkv = new_stream(batch, hidden, dtype), poisoned(batch, 2048, dtype=dtype)
+    out = poisoned(batch, q_heads, head_dim, dtype=dtype)
+    workspace = torch.zeros(ops.paged_attention_workspace_bytes(batch, *heads, False), dtype=torch.uint8, device="cuda")
+
+    def run(pdl: bool) -> None:
+        ops_decode.begin(stream, table, token_ids, norm, lens, *heads, workspace, pdl=pdl)
+        ops_decode.norm_linear(qkv, stream, matrix, EPS, opens_step=True, pdl=pdl)
+        ops.decode_attention(
+            *(out, qkv, pool, 0, tables, lens, cos_sin), scale=0.1, workspace=workspace, planned=True, pdl=pdl
+        )
+
+    run(pdl=False)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run(pdl=True)
+    for longest in (3100, 40, 2000, 16, 900, 3000):
+        lens.copy_(torch.randint(1, longest + 1, (batch,)))
+        run(pdl=False)
+        expected = out.clone()
+        for _ in range(3):
+            out.fill_(torch.nan)
+            graph.replay()
+            torch.cuda.synchronize()
+            assert torch.equal(out, expected)
+
+
 @PATHS
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("batch", BATCHES)
@@ -320,11 +366,11 @@ def test_a_captured_chain_equals_eager(model: tuple[int, ...], batch: int, porta
     def run(pdl: bool) -> None:
         ops_decode.start(stream, x, norm)
         for w_qkv, w_o, w_gate_up, w_down in layers:
-            o, gate_up, down = (w if pdl else None for w in (w_o, w_gate_up, w_down))
-            ops_decode.norm_linear(qkv, stream, w_qkv, EPS, portable=portable, ahead=o, pdl=pdl)
+            ahead = w_gate_up if pdl else None
+            ops_decode.norm_linear(qkv, stream, w_qkv, EPS, portable=portable, pdl=pdl)
             attention = qkv.view(-1)[: batch * attended].view(batch, attended)
-            ops_decode.linear_add(stream, attention, w_o, norm, portable=portable, ahead=gate_up, pdl=pdl)
-            ops_decode.norm_gate_up(activated, stream, w_gate_up, EPS, portable=portable, ahead=down, pdl=pdl)
+            ops_decode.linear_add(stream, attention, w_o, norm, portable=portable, ahead=ahead, pdl=pdl)
+            ops_decode.norm_gate_up(activated, stream, w_gate_up, EPS, portable=portable, pdl=pdl)
             ops_decode.linear_add(stream, activated, w_down, norm, portable=portable, ahead=layers[0][0], pdl=pdl)
         ops_decode.norm_linear(logits, stream, layers[0][0], EPS, portable=portable, pdl=pdl)
 

@@ -39,8 +39,8 @@ struct DecodeStartArgs {
   Launch launch;
 };
 
-// The first kernel of a step: the embeddings of its tokens, decode_start of them, and the plan of its attention. Lets
-// nothing start before it is done.
+// The first kernel of a step: the embeddings of its tokens, decode_start of them, and the plan of its attention. Only a
+// matmul that `opens_step` may start before it is done.
 struct DecodeBeginArgs {
   DecodeStream stream;
   const void* table;         // [vocab, hidden]; ids outside it give zeros
@@ -73,7 +73,9 @@ struct DecodeNormLinearArgs {
   uint64_t* best;
   const int32_t* wanted;
   int32_t vocab;
-  Ahead ahead;
+  // Of a step's first matmul, behind decode_begin: lets no kernel start before that one is done, as what follows reads
+  // its plan early.
+  bool opens_step;
   Launch launch;
 };
 

@@ -28,9 +28,10 @@ struct KvPool {
 // How a launch reaches the device. `stream` is a cudaStream_t, ignored by cpu ops. `pdl` asks for programmatic
 // dependent launch behind the previous kernel of the stream (needs sm_90; ignored elsewhere): the op starts while that
 // kernel still runs, and before waiting for it reads only weights, the step's integers (block tables, lengths,
-// positions, slots, the attention plan) and K and V of earlier steps. So whatever writes those must be done by then:
-// embed, advance, decode_begin and plan_attention never let their successor start early; behind any other writer of
-// them, launch one of these four, or one op without `pdl`.
+// positions, slots, the attention plan), its sampling parameters, and K and V of earlier steps. So whatever writes
+// those must be done by then: embed, advance and plan_attention never let their successor start early, nor does the
+// matmul that opens a step behind decode_begin; behind any other writer of them, launch one of these, or one op without
+// `pdl`.
 struct Launch {
   void* stream = nullptr;
   bool pdl = false;
