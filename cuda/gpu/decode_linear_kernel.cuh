@@ -659,7 +659,7 @@ __device__ __forceinline__ void produce_activations_and_norms(const AsyncActivat
   arrive_at_barrier<kNorms>(consumers + kThreads);
 }
 
-// Sets up barriers, and lets the next kernel start. `empty_arrivals`: warps that say of a stage that they have read it.
+// Sets up barriers, and lets the next kernel start. `empty_arrivals`: how many say of a stage that they have read it.
 template <class Weights, class Activations>
 __device__ __forceinline__ Ring open_block(const KernelArgs& args, unsigned char* shared, int empty_arrivals) {
   const Plan& plan = args.plan;
