@@ -519,7 +519,7 @@ def test_hints_for_retries_are_those_that_the_readme_has() -> None:
 
 
 async def test_duplicate_live_id_ends_the_stream(served: Running) -> None:
-    served.engine.step_delay = 0.01
+    served.engine.plan = lambda _: Script(steps_before_first=10**9)  # the first one lives until it is ended
     stream = Stream(served)
     await stream.send(start_message(request_id="a"), start_message(request_id="a"))
     status = error_status(await bidi_error(stream))
