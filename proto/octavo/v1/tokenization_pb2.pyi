@@ -110,7 +110,9 @@ class DetokenizeRequest(_message.Message):
     skip_special_tokens: _builtins.bool
     """Default true."""
     @_builtins.property
-    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """At most 262144, or what a context may have if that is more."""
+
     def __init__(
         self,
         *,
