@@ -231,7 +231,7 @@ def test_common_beginnings_are_those_of_the_best_of_all() -> None:
             salt = draw.choice(["", "", "x"])
             answer(loop, str(name), [int(token) for token in prompt], cache_salt=salt, cache_bypass=draw.random() < 0.1)
         mine = request("mine", [int(draw.randrange(4) == 0) for _ in range(draw.randrange(1, 20))], 4)
-        others = list(loop.scheduler._waiting)
+        others = list(loop.scheduler.sequences.waiting)
         assert common_tokens(mine, others, 4) == max(one_by_one(mine, other) for other in others)
 
 

@@ -14,6 +14,7 @@ from engine.types import (
     RequestFailed,
     RequestFinished,
     SamplingParameters,
+    Scheduled,
     StopCriteria,
     Timing,
     TokensGenerated,
@@ -265,7 +266,7 @@ def test_a_time_for_the_queue_is_over_once_a_request_runs() -> None:
     loop.scheduler.submit(request("a", prompt(4), 5, queue_deadline=3.0), 0.0)
     assert loop.scheduler.plan(0.0) is not None
     assert loop.scheduler.plan(4.0) is not None
-    assert [type(event) for event in loop.scheduler.take_events()] == [Admitted]
+    assert [type(event) for event in loop.scheduler.take_events()] == [Admitted, Scheduled]
     loop.scheduler.cancel("a", 4.0)
 
 
