@@ -10,6 +10,7 @@ import msgspec
 from engine.errors import ConfigurationError
 
 MOST_BLOCK_SIZE = 256  # tokens
+MOST_COUNT = 2**31 - 1  # of any figure that counts something
 
 
 class Device(enum.StrEnum):
@@ -94,6 +95,8 @@ def check_config(config: EngineConfig) -> None:
         value = getattr(config, name)
         if value is not None and value < bound:
             raise ConfigurationError(f"{name} must be at least {bound}, not {value}", name)
+        if value is not None and value > MOST_COUNT:
+            raise ConfigurationError(f"{name} must be at most {MOST_COUNT}, not {value}", name)
     size = config.block_size
     if size > MOST_BLOCK_SIZE or size & (size - 1):
         problem = f"block_size must be a power of two of at most {MOST_BLOCK_SIZE}, not {size}"

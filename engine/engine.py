@@ -19,7 +19,7 @@ from engine.model.loader import load_weights, open_model
 from engine.pulse import Pulse
 from engine.run.kv_pool import check_pool_size, check_swap_space
 from engine.schedule.scheduler import Scheduler
-from engine.start import choose_device, set_threads, start_loop
+from engine.start import check_step_size, choose_device, set_threads, start_loop
 from engine.text.tokenizer import Tokenizer
 from engine.types import CachePiece, EngineStats, FailureKind, GenerationRequest, Grammar, StepFrame
 from engine.validation import check_request
@@ -54,6 +54,7 @@ class Engine:
         device = choose_device(config.device)
         set_threads(config, device)
         opened = open_model(config, device)
+        check_step_size(config, opened.spec, opened.dtype, device)
         check_pool_size(config, opened.spec, opened.dtype, opened.max_model_len, device)
         check_swap_space(config)
         model = load_weights(opened, config, device, report)

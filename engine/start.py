@@ -15,11 +15,13 @@ from engine.kv.block_table import BlockTables
 from engine.kv.prefix_index import PrefixIndex
 from engine.kv.swap import SwapSpace
 from engine.loop import Runner, StepLoop
+from engine.model.buffers import buffer_bytes
 from engine.model.loader import LoadedModel, Report
+from engine.model.spec import ModelSpec
 from engine.pulse import Pulse
 from engine.run.block_moves import BlockMover
 from engine.run.cuda_runner import GRAPH_BYTES, CudaRunner, profile_largest_step
-from engine.run.kv_pool import allocate_pool, cpu_pool_blocks, cuda_pool_blocks, swap_too_large
+from engine.run.kv_pool import allocate_pool, cpu_pool_blocks, cuda_pool_blocks, gib, host_bytes, swap_too_large
 from engine.run.runner import EagerRunner
 from engine.schedule.admission import SchedulerLimits
 from engine.schedule.composition import SeparateSteps
@@ -38,7 +40,7 @@ def choose_device(device: Device) -> torch.device:
     usable = torch.cuda.is_available() and _runtime.has_cuda()
     if device is Device.CUDA and not usable:
         missing = "torch sees no GPU" if not torch.cuda.is_available() else "the runtime was built without CUDA"
-        raise ConfigurationError(f"device cuda: {missing}")
+        raise ConfigurationError(f"device cuda: {missing}", "device")
     return torch.device("cuda" if usable and device is not Device.CPU else "cpu")
 
 
@@ -50,6 +52,20 @@ def set_threads(config: EngineConfig, device: torch.device) -> None:
             _runtime.set_num_threads(config.num_threads or len(os.sched_getaffinity(0)))
         except _runtime.OpError as error:
             raise ConfigurationError(f"num_threads {config.num_threads}: {error}", "num_threads") from None
+
+
+def check_step_size(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> None:
+    """Refuses, before any weight is read, steps whose activations and logits the machine could not hold if it held
+    nothing else."""
+    most = host_bytes() if device.type == "cpu" else torch.cuda.mem_get_info(device)[1]
+    tokens, sequences = config.step_tokens(device.type), config.max_num_seqs
+    needed = buffer_bytes(spec, max(tokens, sequences), sequences, dtype)
+    if needed > most:
+        raise ConfigurationError(
+            f"steps of max_num_batched_tokens {tokens} and max_num_seqs {sequences} need {gib(needed)} of activations"
+            f" and logits, but {gib(most)} is all the memory there is",
+            *("max_num_batched_tokens", "max_num_seqs"),
+        )
 
 
 def start_loop(

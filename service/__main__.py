@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import sys
 from collections.abc import Awaitable
@@ -55,6 +56,12 @@ def flag(name: str, text: str, **options: Any) -> Any:
     """An option and the environment variable of the same name."""
     variable = "OCTAVO_" + name.split("/")[0].removeprefix("--").replace("-", "_").upper()
     return typer.Option(name, help=text, envvar=variable, **options)
+
+
+def check_finite(seconds: float | None) -> float | None:
+    if seconds is not None and not math.isfinite(seconds):
+        raise typer.BadParameter(f"{seconds} is not a finite number")
+    return seconds
 
 
 @app.command()
@@ -122,18 +129,35 @@ def serve(
         int | None, flag("--num-threads", "CPU threads of the engine; default: one a core.", min=1)
     ] = ENGINE.num_threads,
     drain_timeout: Annotated[
-        float, flag("--drain-timeout", "Seconds that running requests get after SIGTERM.", min=0.0)
+        float,
+        flag("--drain-timeout", "Seconds that running requests get after SIGTERM.", min=0.0, callback=check_finite),
     ] = SERVICE.drain_timeout,
     drain_grace: Annotated[
         float,
-        flag("--drain-grace", "Seconds at least that new requests are told to go elsewhere after SIGTERM.", min=0.0),
+        flag(
+            "--drain-grace",
+            "Seconds at least that new requests are told to go elsewhere after SIGTERM.",
+            min=0.0,
+            callback=check_finite,
+        ),
     ] = SERVICE.drain_grace,
     heartbeat_timeout: Annotated[
-        float, flag("--heartbeat-timeout", "Seconds of engine silence until health says NOT_SERVING.", min=0.1)
+        float,
+        flag(
+            "--heartbeat-timeout",
+            "Seconds of engine silence until health says NOT_SERVING.",
+            min=0.1,
+            callback=check_finite,
+        ),
     ] = SERVICE.heartbeat_timeout,
     hang_timeout: Annotated[
         float | None,
-        flag("--hang-timeout", "Seconds without progress until the engine is killed; 2.5, on a CPU 10.", min=0.1),
+        flag(
+            "--hang-timeout",
+            "Seconds without progress until the engine is killed; 2.5, on a CPU 10.",
+            min=0.1,
+            callback=check_finite,
+        ),
     ] = SERVICE.hang_timeout,
     restart_engine: Annotated[
         bool, flag("--restart-engine", "Replace an engine that died; without it the service stays NOT_SERVING.")

@@ -32,8 +32,8 @@ def server_credentials(config: SecurityConfig) -> grpc.ServerCredentials | None:
         return None
     if config.tls_cert is None or config.tls_key is None:
         raise ConfigurationError("--tls-cert and --tls-key need each other")
-    client_ca = None if config.client_ca is None else _read(config.client_ca)
-    key_and_cert = (_read(config.tls_key), _read(config.tls_cert))
+    client_ca = None if config.client_ca is None else _read("--tls-client-ca", config.client_ca)
+    key_and_cert = (_read("--tls-key", config.tls_key), _read("--tls-cert", config.tls_cert))
     _check_pem(config)
     return grpc.ssl_server_credentials(
         [key_and_cert],
@@ -85,8 +85,8 @@ def listen_address(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def _read(path: Path) -> bytes:
+def _read(flag: str, path: Path) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
-        raise ConfigurationError(f"{path}: {error.strerror}") from None
+        raise ConfigurationError(f"{flag} {path}: {error.strerror}") from None

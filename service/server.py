@@ -44,11 +44,13 @@ SPANS_SECONDS = 2.0
 HURRIED_SECONDS = 0.2  # what each of three steps gets of it once nobody wants to wait
 TOKENS_RELOAD_SECONDS = 1.0
 LOOPBACK = "127.0.0.1"
+MOST_PENDING_CALLS = 1 << 16  # that wait for this process to look at them
 
 
 def server_options(config: ServiceConfig) -> list[tuple[str, int]]:
     """gRPC's channel arguments. Pings: clients may ping every half second, also during a long silent prefill, and a
-    client that is gone without a word is cut after 10 s at most."""
+    client that is gone without a word is cut after 10 s at most. Pending requests: gRPC would cancel some of a burst
+    from a thousand calls on, without a reason; it is for this service to refuse them."""
     return [
         ("grpc.so_reuseport", 0),
         ("grpc.max_receive_message_length", config.max_message_bytes),
@@ -60,6 +62,8 @@ def server_options(config: ServiceConfig) -> list[tuple[str, int]]:
         ("grpc.http2.max_pings_without_data", 0),
         ("grpc.http2.min_ping_interval_without_data_ms", 500),
         ("grpc.http2.max_ping_strikes", 0),
+        ("grpc.server.max_pending_requests", MOST_PENDING_CALLS),
+        ("grpc.server.max_pending_requests_hard_limit", MOST_PENDING_CALLS),
     ]
 
 

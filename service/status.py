@@ -51,8 +51,10 @@ class Failure:
 
     @property
     def fails_first_start(self) -> bool:
-        """Whether a stream whose first start met this fails as a whole, so that the client's retry policy works."""
-        return self.code in (grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.UNAVAILABLE)
+        """Whether a stream whose first start met this fails as a whole, so that the client's retry policy works. What
+        must not be retried concerns that start alone."""
+        retried = self.code in (grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.UNAVAILABLE)
+        return retried and self.pushback_ms != NEVER_RETRY
 
     @cached_property
     def status(self) -> status_pb2.Status:

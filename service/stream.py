@@ -191,7 +191,7 @@ class OutputStream:
             if self.pending.total < enough:  # the message is full
                 self._ready[output] = None
                 continue
-            if output.failure is not None and self._fails_stream(output):
+            if output.failure is not None and not events and self._fails_stream(output):
                 return None
             output.take(events)
             if output.done:
@@ -200,9 +200,10 @@ class OutputStream:
         return batch if events else None
 
     def _fails_stream(self, output: RequestOutput) -> bool:
-        """A refused first start fails the whole RPC while nothing was sent, for the client's own retry policy."""
+        """A refused first start fails the whole RPC while nothing was sent and no other came, for the client's own
+        retry policy."""
         failure = output.failure
-        if failure is None or self.sent_anything or output is not self._first:
+        if failure is None or self.sent_anything or output is not self._first or len(self.outputs) > 1:
             return False
         if self._is_for_all(failure):
             self.fail(failure)

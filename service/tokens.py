@@ -82,7 +82,8 @@ def read_tokens(path: Path) -> dict[bytes, Principal]:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigurationError(f"{path}: cannot be read: {error}") from None
+        problem = (error.strerror if isinstance(error, OSError) else None) or error
+        raise ConfigurationError(f"--auth-tokens {path}: cannot be read: {problem}") from None
     principals: dict[bytes, Principal] = {}
     for number, line in enumerate(lines, start=1):
         if not line.strip() or line.lstrip().startswith("#"):
@@ -95,7 +96,7 @@ def read_tokens(path: Path) -> dict[bytes, Principal]:
             raise ConfigurationError(f"{path}:{number}: the token of {principal.name!r} stands there twice")
         principals[digest(token)] = principal
     if not principals:
-        raise ConfigurationError(f"{path}: has no token")
+        raise ConfigurationError(f"--auth-tokens {path}: has no token")
     return principals
 
 

@@ -10,6 +10,7 @@ import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any
+from urllib.parse import urlsplit
 
 import grpc
 from grpc import aio
@@ -39,10 +40,22 @@ def wants_traces(endpoint: str | None, env: Mapping[str, str] = os.environ) -> b
 
 
 def check_traces(endpoint: str | None) -> None:
-    """Raises ConfigurationError if traces are asked for and cannot be made."""
+    """Raises ConfigurationError if traces are asked for and cannot be made, or if no collector can be at `endpoint`."""
+    if endpoint:
+        _check_endpoint(endpoint)
     if wants_traces(endpoint) and not all(_is_installed(name) for name in _PACKAGES):
         asked = "--otlp-traces-endpoint needs" if endpoint else "the OTEL_ variables ask for traces, which need"
         raise ConfigurationError(f"{asked} OpenTelemetry: pip install 'octavo[otel]'")
+
+
+def _check_endpoint(endpoint: str) -> None:
+    try:
+        parts = urlsplit(endpoint)
+        usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # no number of a port
+        usable = False
+    if not usable:
+        raise ConfigurationError(f"--otlp-traces-endpoint {endpoint}: is not http://HOST:PORT or https://HOST:PORT")
 
 
 def _is_installed(module: str) -> bool:

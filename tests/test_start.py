@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 import pytest
+import torch
 import typer
 
 from engine.config import EngineConfig, check_config
 from engine.engine import Engine
 from engine.errors import ConfigurationError
+from engine.model.buffers import buffer_bytes
 from engine.types import GenerationRequest, StopCriteria
 from service.__main__ import app
 from service.__main__ import serve as octavo_serve
@@ -32,8 +34,8 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         ({"kv_cache_tokens": 15}, "--kv-cache-tokens 15 is less than one block of 16"),
         (
-            {"kv_cache_tokens": 10**13},
-            r"a KV cache of 10000000000000 tokens \(.* GiB\) cannot be allocated: lower --kv-cache-tokens",
+            {"kv_cache_tokens": 2 * 10**9},
+            r"a KV cache of 2000000000 tokens \(.* GiB\) cannot be allocated: lower --kv-cache-tokens",
         ),
         ({"swap_space_gib": 1e6}, r"--swap-space-gib 1e\+06 is more than this host can hold"),
         ({"max_model_len": 100_000}, "--max-model-len 100000 is not in 1"),
@@ -41,7 +43,17 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ({"block_size": 100_000}, "--block-size must be a power of two of at most 256, not 100000"),
         ({"gpu_memory_utilization": 0.0}, r"--gpu-memory-utilization must be in \(0, 1\], not 0\.0"),
         ({"num_threads": 10**6}, "--num-threads 1000000: "),
-        ({"dtype": "float16"}, "not supported on cpu: dtype float16"),
+        ({"dtype": "float16"}, "not supported on cpu: --dtype float16"),
+        ({"dtype": "int7"}, "--dtype 'int7' is unknown"),
+        ({"max_queued_tokens": 10**20}, "--max-queued-tokens must be at most 2147483647, not 100000000000000000000"),
+        (
+            {"max_num_seqs": 10**9},
+            r"steps of --max-num-batched-tokens 256 and --max-num-seqs 1000000000 need .* GiB of activations",
+        ),
+        (
+            {"max_num_batched_tokens": 2 * 10**9},
+            "steps of --max-num-batched-tokens 2000000000 and --max-num-seqs 64 need ",
+        ),
     ],
 )
 def test_what_cannot_be_is_said_before_anything_is_loaded(tiny: Path, options: dict[str, Any], problem: str) -> None:
@@ -79,6 +91,13 @@ def test_the_check_of_the_outputs_leaves_no_trace(tiny: Path, options: dict[str,
     assert (stats.free_blocks, stats.cached_blocks) == (engine.info.num_blocks, 0)
     [result] = engine.generate([GenerationRequest("a", [0, 5], stop=StopCriteria(max_tokens=3, ignore_eos=True))])
     assert len(result.token_ids) == 3
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_steps_memory_is_what_was_foreseen(tiny: Path, dtype: str) -> None:
+    decoder = Engine(EngineConfig(model=str(tiny), num_threads=1, kv_cache_tokens=64, dtype=dtype)).model.decoder
+    claimed = {value.data_ptr(): value.nbytes for value in vars(decoder._buffers).values() if torch.is_tensor(value)}
+    assert sum(claimed.values()) == buffer_bytes(decoder.spec, decoder.max_tokens, decoder.max_logits, decoder.dtype)
 
 
 def test_flags_and_checks_have_the_same_bounds() -> None:

@@ -30,6 +30,14 @@ class Rows:
     activated: Tensor
 
 
+def buffer_bytes(spec: ModelSpec, max_tokens: int, max_logits: int, dtype: torch.dtype) -> int:
+    """What `Buffers` of these sizes hold."""
+    width = 3 * spec.hidden_size + spec.qkv_size + 2 * spec.q_size + 3 * spec.intermediate_size
+    row = width * dtype.itemsize + torch.int64.itemsize
+    logits = spec.vocab_size * (torch.float32.itemsize + (0 if dtype == torch.float32 else dtype.itemsize))
+    return max_tokens * row + max_logits * (spec.hidden_size * dtype.itemsize + logits)
+
+
 class Buffers:
     """For `max_tokens` rows, of which `max_logits` are scored."""
 

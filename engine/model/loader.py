@@ -127,7 +127,7 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
     if name == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
     if name not in _DTYPES:
-        raise ConfigurationError(f"unknown dtype {name!r}; auto, {', '.join(_DTYPES)} are known")
+        raise ConfigurationError(f"dtype {name!r} is unknown; auto, {', '.join(_DTYPES)} are known", "dtype")
     return _DTYPES[name]
 
 
@@ -149,7 +149,8 @@ def check_device(spec: ModelSpec, device: torch.device, dtype: torch.dtype, bloc
         }
     for limit, kept in limits.items():
         if not kept:
-            raise ConfigurationError(f"not supported on {device.type}: {limit}")
+            settings = ("dtype",) if limit.startswith("dtype") else ()
+            raise ConfigurationError(f"not supported on {device.type}: {limit}", *settings)
 
 
 def check_fixed_splits(spec: ModelSpec, max_num_seqs: int) -> None:

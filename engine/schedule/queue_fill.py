@@ -34,5 +34,7 @@ class QueueFill:
 
     @property
     def wording(self) -> str:
-        requests = f"{self.requests} of at most {self.max_requests} requests"
-        return f"{requests} and {self.prompt_tokens} of at most {self.max_prompt_tokens} prompt tokens wait"
+        """Of the bound that is met first."""
+        if self.requests >= self.max_requests:
+            return f"{self.requests} of at most {self.max_requests} requests wait"
+        return f"{self.prompt_tokens} of at most {self.max_prompt_tokens} prompt tokens wait"

@@ -337,6 +337,8 @@ async def test_capacity_watch_follows_until_the_server_drains() -> None:
     ("arguments", "named"),
     [
         (("serve", "--model", "demo", "--log-level", "loud"), "--log-level"),
+        (("serve", "--model", "demo", "--heartbeat-timeout", "inf"), "--heartbeat-timeout"),
+        (("serve", "--model", "demo", "--drain-timeout", "nan"), "--drain-timeout"),
         (("generate", "x", "--max-tokens", "0"), "--max-tokens"),
         (("generate", "x", "--max-tokens", str(2**31)), "--max-tokens"),
         (("generate", "x", "--sampling-seed", str(2**64)), "--sampling-seed"),

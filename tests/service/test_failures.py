@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+import threading
 import time
 from collections import Counter
 from typing import Any, cast
@@ -16,6 +17,8 @@ from grpc import aio
 from engine import EngineState, FailureKind, RequestFailed, Usage
 from octavo.v1 import generation_pb2 as pb
 from service.config import ServiceConfig
+from service.intake import Intake
+from service.request import Generation
 from service.status import (
     RETRY_AT_ONCE,
     deadline_unattainable,
@@ -142,6 +145,31 @@ async def test_refused_first_start_fails_the_stream_so_that_clients_retry() -> N
         holding.call.cancel()
 
 
+async def test_refused_first_start_is_an_event_once_others_have_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The RPC's failure would be theirs, too."""
+    monkeypatch.setattr("service.intake.INLINE_BYTES", 10)  # a longer text is tokenized on another thread
+    tokenize, go_on = Intake._tokenize, threading.Event()
+
+    def tokenize_last(intake: Intake, generation: Generation) -> list[int]:
+        assert generation.request_id != "first" or go_on.wait(10)
+        return tokenize(intake, generation)
+
+    monkeypatch.setattr(Intake, "_tokenize", tokenize_last)
+    async with running(FakeEngineClient(max_num_seqs=8, max_queued_requests=1)) as served:
+        served.engine.step_delay = 0.5  # nothing comes of the other one before the first is refused
+        served.engine.stats_overrides = {"queued_requests": 0}  # as its last frame had it: the engine refuses itself
+        stream = Stream(served)
+        await stream.send(start_message("x" * 50, request_id="first"), start_message(request_id="other", max_tokens=1))
+        await until(lambda: served.engine.live_requests == 1)
+        go_on.set()
+        await stream.read_until_ended("first")
+        assert rich_status(stream.logs["first"].failed.status).reason == "QUEUE_FULL"
+        assert not stream.logs["other"].events
+        await stream.read_until_ended("other")
+        assert stream.logs["other"].text() == "a"
+        assert await stream.finish() is grpc.StatusCode.OK
+
+
 async def test_full_queue_refuses_before_it_looks_at_the_request() -> None:
     """Under overload most requests are refused: nothing is parsed, tokenized or made for them first."""
     wrong = start(sampling=pb.SamplingParameters(temperature=-1))
@@ -158,6 +186,17 @@ async def test_full_queue_refuses_before_it_looks_at_the_request() -> None:
             messages, error = await read_to_error(call)
             assert (messages, error_status(error).reason) == ([], "QUEUE_FULL")
         assert served.server.replica.metrics.outcomes("QUEUE_FULL") == 3
+        holding.call.cancel()
+
+
+async def test_a_burst_of_calls_is_refused_by_this_service() -> None:
+    """gRPC would cancel some of those beyond a thousand that nobody has looked at yet, and say nothing."""
+    async with running(tight_engine()) as served:
+        holding = await fill(served)
+        request = pb.GenerateUnaryRequest(start=start())
+        calls = [served.generation.GenerateUnary(request, timeout=60) for _ in range(2500)]
+        codes = Counter(await asyncio.gather(*(call.code() for call in calls)))
+        assert codes == {grpc.StatusCode.RESOURCE_EXHAUSTED: len(calls)}
         holding.call.cancel()
 
 
@@ -268,6 +307,24 @@ async def test_deadline_unattainable(served: Running) -> None:
     assert 10.0 <= status.retry_seconds < 11.0  # for a request with a deadline of its own
     assert status.pushback_ms == -1  # this one's deadline would only be nearer
     assert served.engine.submitted == []
+
+
+async def test_an_unattainable_deadline_is_its_own_requests_alone(served: Running) -> None:
+    """A retry of the whole stream would not help the first, and the others have done nothing."""
+    served.engine.stats_overrides = {
+        "queued_requests": 3,
+        "queued_uncached_tokens": 700,
+        "prefill_tokens_per_second": 100.0,
+    }
+    stream, soon = Stream(served), pb.Scheduling(timeout=Duration(seconds=5))
+    await stream.send(
+        start_message(request_id="late", scheduling=soon), start_message(request_id="patient", max_tokens=3)
+    )
+    for name in ("late", "patient"):
+        await stream.read_until_ended(name)
+    assert rich_status(stream.logs["late"].failed.status).reason == "DEADLINE_UNATTAINABLE"
+    assert stream.logs["patient"].text() == "abc"
+    assert await stream.finish() is grpc.StatusCode.OK
 
 
 async def test_deadline_unattainable_while_every_place_is_taken(served: Running) -> None:

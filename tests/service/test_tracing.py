@@ -175,6 +175,12 @@ def test_a_flag_or_the_standard_variables_ask_for_traces(
     assert wants_traces(endpoint, env) is wanted
 
 
+@pytest.mark.parametrize("endpoint", ["garbage", "localhost:4317", "http://", "http://host:port", "ftp://host:1"])
+def test_an_endpoint_where_no_collector_can_be_is_refused(endpoint: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"^--otlp-traces-endpoint {endpoint}: is not http://HOST:PORT"):
+        check_traces(endpoint)
+
+
 def test_without_the_packages_it_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     check_traces(None)

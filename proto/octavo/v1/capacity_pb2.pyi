@@ -32,6 +32,7 @@ class _ReplicaStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ReplicaS
     REPLICA_STATE_READY: _ReplicaState.ValueType  # 2
     REPLICA_STATE_DRAINING: _ReplicaState.ValueType  # 3
     REPLICA_STATE_FAILED: _ReplicaState.ValueType  # 4
+    """Takes no requests: its engine is gone, is being replaced, or stands still. READY again if that ends."""
 
 class ReplicaState(_ReplicaState, metaclass=_ReplicaStateEnumTypeWrapper): ...
 
@@ -40,6 +41,7 @@ REPLICA_STATE_STARTING: ReplicaState.ValueType  # 1
 REPLICA_STATE_READY: ReplicaState.ValueType  # 2
 REPLICA_STATE_DRAINING: ReplicaState.ValueType  # 3
 REPLICA_STATE_FAILED: ReplicaState.ValueType  # 4
+"""Takes no requests: its engine is gone, is being replaced, or stands still. READY again if that ends."""
 Global___ReplicaState: _TypeAlias = ReplicaState  # noqa: Y015
 
 @_typing.final

@@ -72,7 +72,8 @@ class GenerationServiceServicer:
         All requests of a stream are served by the replica that accepted it.
         Closing the send side lets running requests finish; cancelling the RPC cancels them.
         A request's failure is an event and leaves the stream alone. One exception: a first start that is refused with
-        RESOURCE_EXHAUSTED or UNAVAILABLE before anything was sent fails the RPC, so that a client's retry policy works.
+        RESOURCE_EXHAUSTED or UNAVAILABLE before anything was sent, and before another start came, fails the RPC, so that a
+        client's retry policy works. What must not be retried (DEADLINE_UNATTAINABLE) is an event here, too.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -42,7 +42,8 @@ class GenerationServiceStub:
     All requests of a stream are served by the replica that accepted it.
     Closing the send side lets running requests finish; cancelling the RPC cancels them.
     A request's failure is an event and leaves the stream alone. One exception: a first start that is refused with
-    RESOURCE_EXHAUSTED or UNAVAILABLE before anything was sent fails the RPC, so that a client's retry policy works.
+    RESOURCE_EXHAUSTED or UNAVAILABLE before anything was sent, and before another start came, fails the RPC, so that a
+    client's retry policy works. What must not be retried (DEADLINE_UNATTAINABLE) is an event here, too.
     """
     GenerateStream: _grpc.UnaryStreamMultiCallable[_generation_pb2.GenerateStreamRequest, _generation_pb2.GenerateStreamResponse]
     """Runs one request and streams its output. Load balancers balance this per request.
@@ -67,7 +68,8 @@ class GenerationServiceAsyncStub(GenerationServiceStub):
     All requests of a stream are served by the replica that accepted it.
     Closing the send side lets running requests finish; cancelling the RPC cancels them.
     A request's failure is an event and leaves the stream alone. One exception: a first start that is refused with
-    RESOURCE_EXHAUSTED or UNAVAILABLE before anything was sent fails the RPC, so that a client's retry policy works.
+    RESOURCE_EXHAUSTED or UNAVAILABLE before anything was sent, and before another start came, fails the RPC, so that a
+    client's retry policy works. What must not be retried (DEADLINE_UNATTAINABLE) is an event here, too.
     """
     GenerateStream: _aio.UnaryStreamMultiCallable[_generation_pb2.GenerateStreamRequest, _generation_pb2.GenerateStreamResponse]  # type: ignore[assignment]
     """Runs one request and streams its output. Load balancers balance this per request.
@@ -95,7 +97,8 @@ class GenerationServiceServicer(metaclass=_abc_1.ABCMeta):
         All requests of a stream are served by the replica that accepted it.
         Closing the send side lets running requests finish; cancelling the RPC cancels them.
         A request's failure is an event and leaves the stream alone. One exception: a first start that is refused with
-        RESOURCE_EXHAUSTED or UNAVAILABLE before anything was sent fails the RPC, so that a client's retry policy works.
+        RESOURCE_EXHAUSTED or UNAVAILABLE before anything was sent, and before another start came, fails the RPC, so that a
+        client's retry policy works. What must not be retried (DEADLINE_UNATTAINABLE) is an event here, too.
         """
 
     @_abc_1.abstractmethod
