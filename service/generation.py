@@ -31,6 +31,8 @@ from service.stream import OutputStream
 
 LOGGER = logging.getLogger(__name__)
 
+OPENING_SECONDS = 2.0  # for a failed stream's first message to leave, which brings the RPC's headers
+
 Context = aio.ServicerContext[Any, Any]
 
 
@@ -175,6 +177,7 @@ class StreamCall:
 
     async def _write(self) -> Failure | None:
         writer = asyncio.create_task(self._stream.run())
+        writer.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # which `failed` has, too
         try:
             return await self._outcome(writer)
         finally:
@@ -185,6 +188,8 @@ class StreamCall:
         ends: set[asyncio.Future[Any]] = {writer, stream.failed}
         await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         if stream.failed.done():
+            if stream.opening:
+                await asyncio.wait({writer}, timeout=OPENING_SECONDS)
             failure = stream.failed.result()
             return failure if self._multiplexed or self._last is None else failure.with_usage(self._last.usage_so_far)
         writer.result()

@@ -52,6 +52,7 @@ class OutputStream:
         self.outputs: dict[str, RequestOutput] = {}
         self.sent_anything = False
         self.writing_since: float | None = None
+        self._opened = False  # the RPC's headers have been sent
         self._send = send
         self._open_call = open_call
         self._new_batch = new_batch
@@ -98,6 +99,11 @@ class OutputStream:
         """No further requests will come: `run` ends when those attached have."""
         self._input_closed = True
         self._wake.set()
+
+    @property
+    def opening(self) -> bool:
+        """Whether the RPC's headers are on their way. Until they have left no status can be sent."""
+        return self.writing_since is not None and not self._opened
 
     @property
     def complete(self) -> bool:
@@ -160,11 +166,12 @@ class OutputStream:
             batch = self._collect() if self._refused or (self._ready and self._is_due()) else None
             if batch is not None:
                 self.writing_since = time.monotonic()
-                if not self.sent_anything and batch.ByteSize() > _LARGE_FIRST_MESSAGE:
+                if not self._opened and batch.ByteSize() > _LARGE_FIRST_MESSAGE:
                     await self._open_call()
+                    self._opened = True
                 await self._send(batch)
                 self.writing_since, self._sent_at = None, time.monotonic()
-                self.sent_anything = True
+                self.sent_anything = self._opened = True
             elif self.complete:
                 return
             else:

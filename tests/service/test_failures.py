@@ -585,6 +585,17 @@ async def test_duplicate_live_id_ends_the_stream(served: Running) -> None:
     await until(lambda: served.engine.live_requests == 0)
 
 
+async def test_status_of_a_stream_that_fails_while_its_first_message_leaves(served: Running) -> None:
+    """grpc.aio takes headers for sent once the write that brings them has returned, and sends them again else."""
+    served.engine.plan = lambda _: Script(steps_before_first=10**9)
+    streams = [Stream(served) for _ in range(150)]
+    for stream in streams:
+        await stream.send(start_message(request_id="a"))
+    await asyncio.gather(*(stream.send(start_message(request_id="a")) for stream in streams))
+    errors = await asyncio.gather(*(bidi_error(stream) for stream in streams))
+    assert {error.code() for error in errors} == {grpc.StatusCode.ALREADY_EXISTS}
+
+
 async def test_id_can_be_used_again_once_its_request_ended(served: Running) -> None:
     stream = Stream(served)
     for _ in range(3):
