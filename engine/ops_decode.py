@@ -14,6 +14,7 @@ from typing import Literal
 import torch
 
 from engine import _runtime
+from engine.ops import current_stream
 
 Tensor = torch.Tensor
 MAX_BATCH = 64
@@ -55,13 +56,9 @@ class ResidualStream:
         )
 
 
-def _stream(tensor: Tensor) -> int:
-    return int(torch.cuda.current_stream(tensor.device).cuda_stream)
-
-
 def start(stream: ResidualStream, x: Tensor, norm_weight: Tensor, *, pdl: bool = False) -> None:
     """residual = x [B, H], the embeddings. norm_weight [H]: of the first RMSNorm."""
-    _runtime.decode_start(stream.residual, stream.scaled, stream.square_sums, x, norm_weight, _stream(x), pdl)
+    _runtime.decode_start(stream.residual, stream.scaled, stream.square_sums, x, norm_weight, current_stream(x), pdl)
 
 
 def begin(
@@ -97,7 +94,7 @@ def begin(
         head_dim,
         workspace,
         fixed,
-        _stream(table),
+        current_stream(table),
         pdl,
     )
 
@@ -121,7 +118,7 @@ def head(
     """`norm_linear` for logits [B, N] fp32, which are stored only for rows with `wanted` [B] int32. best [B] int64,
     zero before, is what `ops.sample` needs to know of the first vocab_size logits of greedy rows."""
     _runtime.decode_head(
-        logits, stream.scaled, stream.square_sums, weight, eps, best, wanted, vocab_size, _stream(logits), pdl
+        logits, stream.scaled, stream.square_sums, weight, eps, best, wanted, vocab_size, current_stream(logits), pdl
     )
 
 
@@ -141,7 +138,7 @@ def norm_linear(
     opens_step: of the op right behind `begin`, whose plan must be there before anything else starts.
     """
     _runtime.decode_norm_linear(
-        out, stream.scaled, stream.square_sums, weight, eps, _stream(out), portable, opens_step, pdl
+        out, stream.scaled, stream.square_sums, weight, eps, current_stream(out), portable, opens_step, pdl
     )
 
 
@@ -155,7 +152,9 @@ def norm_gate_up(
     pdl: bool = False,
 ) -> None:
     """out [B, I] = silu(gate) * up with [gate, up] = RMSNorm(residual) W^T. weight [2 I, H], gate rows first."""
-    _runtime.decode_norm_gate_up(out, stream.scaled, stream.square_sums, weight, eps, _stream(out), portable, pdl)
+    _runtime.decode_norm_gate_up(
+        out, stream.scaled, stream.square_sums, weight, eps, current_stream(out), portable, pdl
+    )
 
 
 def linear_add(
@@ -179,7 +178,7 @@ def linear_add(
         x,
         weight,
         norm_weight,
-        _stream(x),
+        current_stream(x),
         portable,
         ahead,
         pdl,

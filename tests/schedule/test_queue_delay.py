@@ -8,6 +8,7 @@ from engine.loop import StepLoop
 from engine.schedule.forecast import own_tokens
 from engine.schedule.plan import StepOutcome, StepPlan
 from engine.schedule.queue_delay import Need, Pace, queue_delay
+from engine.schedule.scheduler import Scheduler
 from engine.types import FailureKind, RequestFailed
 from tests.schedule.fake_model import FakePending, make_loop, preempt, request, run_to_end
 
@@ -140,9 +141,9 @@ def test_what_expired_before_its_first_plan_is_never_computed() -> None:
     assert loop.scheduler.counters.computed_tokens == 0
 
 
-def test_blocks_that_running_requests_share_count_once() -> None:
-    """Six that would need more than the pool, each with a copy of the prompt, leave room in it: nobody waits for it."""
-    loop = make_loop(num_blocks=40, prefix_caching=True, max_batched_tokens=64)
+def six_of_one_prompt(num_blocks: int) -> Scheduler:
+    """Six run that begin with the same eight blocks, with the delay estimated."""
+    loop = make_loop(num_blocks=num_blocks, prefix_caching=True, max_batched_tokens=64)
     scheduler, prompt = loop.scheduler, list(range(32))
     scheduler.submit(request("first", prompt, 8), 0.0)
     run_to_end(loop)
@@ -151,6 +152,12 @@ def test_blocks_that_running_requests_share_count_once() -> None:
     loop.step()
     assert scheduler.queue.num_running_requests == 6
     scheduler.waiting_time.estimate(PACE)
+    return scheduler
+
+
+def test_blocks_that_running_requests_share_count_once() -> None:
+    """Six that would need more than the pool, each with a copy of the prompt, leave room in it: nobody waits for it."""
+    scheduler = six_of_one_prompt(num_blocks=40)
     assert scheduler.waiting_time.queue_delay == 0.0
     scheduler.submit(request("hopeless", [7] * 70, 8), 0.0)
     scheduler.waiting_time.estimate(PACE)
@@ -159,15 +166,7 @@ def test_blocks_that_running_requests_share_count_once() -> None:
 
 def test_blocks_that_running_requests_share_are_held_by_no_one_of_them() -> None:
     """Eight are shared and three each one's own: 26 in all, and the next request waits for one of the six to end."""
-    loop = make_loop(num_blocks=26, prefix_caching=True, max_batched_tokens=64)
-    scheduler, prompt = loop.scheduler, list(range(32))
-    scheduler.submit(request("first", prompt, 8), 0.0)
-    run_to_end(loop)
-    for index in range(6):
-        scheduler.submit(request(str(index), [*prompt, 100 + index], 8), 0.0)
-    loop.step()
-    assert scheduler.queue.num_running_requests == 6
-    scheduler.waiting_time.estimate(PACE)
+    scheduler = six_of_one_prompt(num_blocks=26)
     assert scheduler.waiting_time.queue_delay > 0.0
 
 
