@@ -148,9 +148,13 @@ __global__ void __launch_bounds__(kThreads, 1024 / kThreads) sample_kernel(const
   const int index = blockIdx.y;
   const Row row(sample.args, index);
   ptx::wait_for_previous_kernel();
-  if (row.greedy() && sample.args.best != nullptr) {
-    if (blockIdx.x == 0 && threadIdx.x == 0) deliver(sample.args, index, take(sample.args.best + index));
-    return;
+  if (sample.args.best != nullptr) {
+    if (blockIdx.x == 0 && threadIdx.x == 0) {
+      // Of drawn rows, too: whatever the LM head left would beat the next step's in this row.
+      const uint64_t best = take(sample.args.best + index);
+      if (row.greedy()) deliver(sample.args, index, best);
+    }
+    if (row.greedy()) return;
   }
   const RowSampler<kThreads, T> sampler(sample, row, index);
   if (!row.filtered()) return sampler.unfiltered();

@@ -165,6 +165,21 @@ def test_preempted_equals_undisturbed(tiny: Path, options: dict[str, object]) ->
     compare(results, engine(tiny).generate(requests(24, 4, top=5)))
 
 
+def test_drawn_requests_leave_the_greedy_ones_behind_them_alone(tmp_path: Path) -> None:
+    """In a graph whose LM head finds the greedy tokens itself, as it does of large vocabularies."""
+    path = write_tiny_model(tmp_path, "llama", head_dim=64, hidden_size=128, intermediate_size=256, vocab_size=49_152)
+    shared = engine(path, dtype="float16", enable_prefix_caching=False)
+    chain = shared.model.decoder._chain
+    assert chain is not None
+    assert chain.finds_best
+    scored = shared.generate(requests(8, 5, top=5))
+    for seed in range(3):
+        drawn = SamplingParameters(temperature=1.5, seed=seed)
+        for item in shared.generate([request(str(index), [9 + index], 3, drawn) for index in range(16)]):
+            assert item.failure is None
+        compare(shared.generate(requests(8, 5)), scored, least=0.8)
+
+
 def test_padded_rows_of_a_graph_touch_nothing(tiny: Path) -> None:
     """Three sequences in the graph of four, with NaN in the scratch block and in every block that nobody owns: the
     tokens are those of eager steps, and the NaN stays where it was but for the scratch block."""

@@ -168,6 +168,35 @@ def test_the_head_finds_what_the_sampler_finds(vocab: int, used: int, hidden: in
         assert expected[13] == expected[20] == -1
 
 
+@pytest.mark.parametrize("batch", [2, 33])
+def test_a_drawn_row_leaves_no_best_to_the_next_step(batch: int) -> None:
+    """Rows are greedy and drawn in turn; each step's tokens are those of all its logits."""
+    vocab, hidden = 49152, 576
+    dtype = torch.bfloat16
+    matrix = weight(vocab, hidden, dtype)
+    best = torch.zeros(batch, dtype=torch.int64, device="cuda")
+    wanted, rows = torch.ones(batch, dtype=torch.int32, device="cuda"), torch.arange(batch, device="cuda")
+    tokens, expected = (torch.full((batch,), -9, dtype=torch.int32, device="cuda") for _ in range(2))
+    workspace = torch.zeros(ops.sample_workspace_bytes(batch), dtype=torch.uint8, device="cuda")
+    for step, size in enumerate((4.0, 1.0, 0.25)):  # the largest logits come first
+        stream = started(batch, hidden, dtype)
+        logits = poisoned(batch, vocab, dtype=torch.float32)
+        ops_decode.head(logits, stream, matrix * size, EPS, best=best, wanted=wanted, vocab_size=vocab)
+        drawing = {
+            "temperature": ((rows + step) % 2).float(),
+            "top_k": torch.zeros(batch, dtype=torch.int32, device="cuda"),
+            "top_p": torch.ones(batch, device="cuda"),
+            "min_p": torch.zeros(batch, device="cuda"),
+            "seeds": rows * 7919,
+            "positions": rows.int() + step,
+            "workspace": workspace,
+        }
+        ops.sample(tokens, logits, best=best, **drawing)
+        ops.sample(expected, logits, **drawing)
+        assert torch.equal(tokens, expected)
+        assert not best.any()
+
+
 @pytest.mark.parametrize("fixed", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("batch", [1, 5, 64])
