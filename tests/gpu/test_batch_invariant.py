@@ -17,8 +17,14 @@ from tests.model.tiny import write_tiny_model
 
 pytestmark = pytest.mark.gpu
 
-# Of a shape that the fused decode step serves, and of one that it does not.
-FUSED = {"hidden_size": 256, "num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 128}
+# Of a shape that the fused decode step serves, with a head that finds the greedy tokens, and of one that it does not.
+FUSED = {
+    "hidden_size": 256,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "intermediate_size": 128,
+    "vocab_size": 49_152,
+}
 PLAIN = {"hidden_size": 96, "num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 96}
 FAMILIES: dict[str, tuple[str, dict[str, object]]] = {"fused": ("qwen2", {**FUSED}), "plain": ("mistral", {**PLAIN})}
 HOW_TO_YIELD: dict[str, dict[str, object]] = {
@@ -86,6 +92,8 @@ def undisturbed(model: Path) -> list[str]:
 @pytest.mark.parametrize("options", [{}, {"enforce_eager": True}, {"max_num_seqs": 80}], ids=["graphs", "eager", "80"])
 def test_alone_and_in_a_crowd_of_64(model: Path, options: dict[str, object]) -> None:
     shared, items = Engine(config(model, **options)), requests(64)
+    chain = shared.model.decoder._chain
+    assert (chain is not None and chain.finds_best) == model.name.startswith("fused")
     crowd = [told(result) for result in shared.generate(items)]
     for count in (1, 7, 30):
         assert [told(result) for result in shared.generate(items[-count:])] == crowd[-count:]
