@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 import pytest
@@ -95,8 +95,7 @@ def requests(path: Path, count: int, seed: int) -> list[GenerationRequest]:
     return items
 
 
-@dataclass(frozen=True)
-class Outcome:
+class Outcome(NamedTuple):
     results: dict[str, GenerationResult]
     cancelled: set[str]  # that had not ended by then
 
