@@ -442,7 +442,7 @@ __device__ __forceinline__ Partials exchange(const KernelArgs& args, const Parti
     ptx::store_to_peer(ptx::peer_address(to + (column * plan.own_rows + row) * 4, owner),
                        ptx::peer_address(barrier, owner), mine.sum(column, owner * plan.own_rows + row));
   }
-  wait_for_cluster(barrier);
+  ptx::wait_for_bytes(barrier);
   return {reinterpret_cast<const float*>(shared + plan.exchange_offset), plan.cluster(), count_stride, plan.own_rows};
 }
 #endif

@@ -42,32 +42,9 @@ __device__ __forceinline__ bool phase_is_over(uint32_t barrier, uint32_t parity)
   return over != 0;
 }
 
-// Traps rather than hangs if the phase never ends.
 __device__ __forceinline__ void wait(uint32_t barrier, uint32_t parity) {
-#pragma unroll 1
-  for (int attempt = 0; attempt < (1 << 26); ++attempt) {
-    if (phase_is_over(barrier, parity)) return;
-  }
-  __trap();
+  ptx::spin_until([&] { return phase_is_over(barrier, parity); });
 }
-
-#if __CUDA_ARCH__ >= 900
-// The end of the first phase of a barrier that other blocks of the cluster complete.
-__device__ __forceinline__ void wait_for_cluster(uint32_t barrier) {
-#pragma unroll 1
-  for (int attempt = 0; attempt < (1 << 26); ++attempt) {
-    uint32_t over;
-    asm volatile(
-        "{\n\t.reg .pred over;\n\tmbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 over,[%1],0;\n\t"
-        "selp.u32 %0,1,0,over;\n\t}"
-        : "=r"(over)
-        : "r"(barrier)
-        : "memory");
-    if (over != 0) return;
-  }
-  __trap();
-}
-#endif
 
 // ---- the ring
 

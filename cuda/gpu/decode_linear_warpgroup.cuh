@@ -281,7 +281,7 @@ __device__ __forceinline__ const float* exchange(const KernelArgs& args, const W
       }
     }
   }
-  wait_for_cluster(barrier);
+  ptx::wait_for_bytes(barrier);
   return reinterpret_cast<const float*>(shared + args.plan.exchange_offset);
 }
 

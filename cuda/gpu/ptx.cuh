@@ -19,6 +19,20 @@ __device__ __forceinline__ void let_next_kernel_start() {
 #endif
 }
 
+// Tries until `done` says true; traps rather than hangs once that has taken some three seconds. How long a try takes
+// depends on what is asked, so from some number on each is followed by a sleep of a millisecond. That needs no register
+// beside the loop's own, of which most waits have none to spare; the clock would need two.
+template <class Done>
+__device__ __forceinline__ void spin_until(const Done& done) {
+  constexpr int kTries = 1 << 16, kMilliseconds = 3000;
+#pragma unroll 1
+  for (int attempt = 0; attempt < kTries + kMilliseconds; ++attempt) {
+    if (done()) return;
+    if (attempt >= kTries) __nanosleep(1'000'000);
+  }
+  __trap();
+}
+
 __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
@@ -175,10 +189,8 @@ __device__ __forceinline__ void arrive_expecting(uint32_t barrier, uint32_t byte
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _,[%0],%1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 
-// Traps rather than hangs if the phase never ends.
 __device__ __forceinline__ void wait_for_phase(uint32_t barrier, uint32_t parity) {
-#pragma unroll 1
-  for (int attempt = 0; attempt < (1 << 24); ++attempt) {
+  spin_until([&] {
     uint32_t done;
     asm volatile(
         "{\n\t.reg .pred complete;\n\t"
@@ -187,9 +199,8 @@ __device__ __forceinline__ void wait_for_phase(uint32_t barrier, uint32_t parity
         : "=r"(done)
         : "r"(barrier), "r"(parity)
         : "memory");
-    if (done) return;
-  }
-  __trap();
+    return done != 0;
+  });
 }
 
 // Orders ordinary stores to shared memory before its use by tensor copies and warpgroup matrix instructions.
@@ -305,10 +316,9 @@ __device__ __forceinline__ void store_to_peer(uint32_t address, uint32_t barrier
                : "memory");
 }
 
-// Waits for the bytes; traps rather than hangs if they never come.
+// Waits for the bytes.
 __device__ __forceinline__ void wait_for_bytes(uint32_t barrier) {
-#pragma unroll 1
-  for (int attempt = 0; attempt < (1 << 24); ++attempt) {
+  spin_until([&] {
     uint32_t done;
     asm volatile(
         "{\n\t.reg .pred complete;\n\t"
@@ -317,9 +327,8 @@ __device__ __forceinline__ void wait_for_bytes(uint32_t barrier) {
         : "=r"(done)
         : "r"(barrier)
         : "memory");
-    if (done) return;
-  }
-  __trap();
+    return done != 0;
+  });
 }
 #endif
 
