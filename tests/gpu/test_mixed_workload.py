@@ -90,7 +90,7 @@ def requests(path: Path, count: int, seed: int) -> list[GenerationRequest]:
                 str(index),
                 prompt,
                 way,
-                StopCriteria(max_tokens=generator.randint(1, 90), ignore_eos=grammar is None),
+                StopCriteria(max_tokens=generator.randint(1, 60), ignore_eos=grammar is None),
                 top_logprobs=generator.choice([None, None, 0, 5]),
                 prompt_top_logprobs=1 if index % 9 == 4 else None,
                 grammar=grammar,
@@ -155,10 +155,10 @@ def assert_same_bits(result: GenerationResult, alone: GenerationResult, *, cut_s
 @pytest.fixture(scope="module")
 def alone(model: Path) -> dict[str, GenerationResult]:
     """What each request of the first workload gets alone; some of them are the first of an engine, too."""
-    items = requests(model, 130, seed=1)
+    items = requests(model, 72, seed=1)
     one_by_one = engine(model, batch_invariant=True)
     found = {item.request_id: one_by_one.generate([item])[0] for item in items}
-    for item in items[::30]:
+    for item in items[::24]:
         new = engine(model, batch_invariant=True)
         assert_same_bits(new.generate([item])[0], found[item.request_id], cut_short=False)
     return found
@@ -170,7 +170,7 @@ def test_batch_invariant_each_gets_the_bits_that_it_gets_alone(
 ) -> None:
     crowded = engine(model, batch_invariant=True, **POOLS[pool])
     for seed in range(2):
-        outcome = come_and_go(crowded, requests(model, 130, seed=1), seed)
+        outcome = come_and_go(crowded, requests(model, 72, seed=1), seed)
         assert outcome.cancelled
         for name, result in outcome.results.items():
             assert_same_bits(result, alone[name], cut_short=name in outcome.cancelled)
@@ -181,7 +181,7 @@ def test_batch_invariant_each_gets_the_bits_that_it_gets_alone(
 @pytest.fixture(scope="module")
 def truth(model: Path) -> dict[str, GenerationResult]:
     """The CPU's, in fp32, with log probabilities of every token."""
-    scored = [msgspec.structs.replace(item, top_logprobs=5) for item in requests(model, 130, seed=2)]
+    scored = [msgspec.structs.replace(item, top_logprobs=5) for item in requests(model, 72, seed=2)]
     return {result.request_id: result for result in engine(model, device=Device.CPU).generate(scored)}
 
 
@@ -190,22 +190,21 @@ def test_greedy_tokens_are_the_cpus_up_to_near_ties_whatever_else_runs(
     model: Path, truth: dict[str, GenerationResult], pool: str
 ) -> None:
     """With the prefix cache, in graphs and mixed steps, preempted. Draws, which one rounding may end, mostly agree."""
-    items = requests(model, 130, seed=2)
+    items = requests(model, 72, seed=2)
     crowded = engine(model, dtype="float16", **POOLS[pool])
+    outcome = come_and_go(crowded, items, seed=0)
     agreed = compared = 0
-    for seed in range(2):
-        outcome = come_and_go(crowded, items, seed)
-        for item in items:
-            result, expected = outcome.results[item.request_id], truth[item.request_id]
-            assert result.failure is expected.failure is None
-            if item.request_id not in outcome.cancelled:
-                pairs = zip(result.candidates, expected.candidates, strict=True)
-                agreed += sum(agreeing(item, *pair) for pair in pairs)
-                compared += sum(len(candidate.token_ids) for candidate in expected.candidates)
-        assert_nothing_is_left(crowded)
+    for item in items:
+        result, expected = outcome.results[item.request_id], truth[item.request_id]
+        assert result.failure is expected.failure is None
+        if item.request_id not in outcome.cancelled:
+            pairs = zip(result.candidates, expected.candidates, strict=True)
+            agreed += sum(agreeing(item, *pair) for pair in pairs)
+            compared += sum(len(candidate.token_ids) for candidate in expected.candidates)
+    assert agreed > 0.7 * compared, f"only {agreed} of {compared} tokens could be compared"
     assert (crowded.stats.preemptions > 0) == (pool != "room for all")
     assert crowded.stats.cached_prompt_tokens > 0
-    assert agreed > 0.7 * compared, f"only {agreed} of {compared} tokens could be compared"
+    assert_nothing_is_left(crowded)
 
 
 def agreeing(item: GenerationRequest, candidate: GeneratedCandidate, truth: GeneratedCandidate) -> int:
