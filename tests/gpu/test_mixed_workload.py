@@ -41,8 +41,8 @@ WAYS = [
 REGEX = Grammar(GrammarKind.REGEX, "[a-c]{3,9}-[0-9]{2}")
 POOLS: dict[str, dict[str, object]] = {
     "room for all": {},
-    "swap": {"kv_cache_tokens": 1_536, "swap_space_gib": 0.25},
-    "no swap space": {"kv_cache_tokens": 1_536},
+    "swap": {"kv_cache_tokens": 1_024, "swap_space_gib": 0.25},
+    "no swap space": {"kv_cache_tokens": 1_024},
 }
 TICKET_BYTES = 16_384 * 4  # kTickets in cuda/gpu/decode_plan.cu
 PREFIX = [7 + 11 * index % 480 for index in range(96)]  # that some prompts begin with
