@@ -1,4 +1,4 @@
-#include "gpu/decode_attention.cuh"
+#include "gpu/decode_attention_launch.cuh"
 
 namespace octavo::gpu {
 
