@@ -95,6 +95,7 @@ class Decoder:
         self._fuses_attention = device.type == "cuda" and spec.rope.rotary_dim == spec.head_dim
         self._batch_invariant = batch_invariant
         self._has_hidden = True
+        self._known_step: _Step | None = None
         self._chain = DecodeChain.build(spec, weights, device, dtype, fixed=batch_invariant)
         if device.type == "cuda":
             _log_prefill_kernels(spec, dtype, max_tokens)
@@ -110,7 +111,7 @@ class Decoder:
         """Runs a step; fp32 logits [n, vocab_size] of `batch.logits_rows`. See also `finds_best`."""
         chain, rows = self._chain_for(batch), batch.token_ids.shape[0]
         if chain is None:
-            return self.logits(self.forward(batch), own=self._needs_own(batch))
+            return self._logits(self._forward(batch), own=self._needs_own(batch))
         step, logits = self._step(batch), self._buffers.logits[:rows]
         attention = partial(self._attention, step=step)
         chain.run(batch, attention, step.rows.qkv, step.rows.activated, logits)
@@ -141,6 +142,9 @@ class Decoder:
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch) -> Tensor:
         """Writes this step's K and V and returns the final hidden states of `batch.logits_rows`, [n, hidden]."""
+        return self._forward(batch)
+
+    def _forward(self, batch: ForwardBatch) -> Tensor:
         tokens = batch.token_ids.shape[0]
         wanted = tokens if batch.logits_rows is None else batch.logits_rows.shape[0]
         if tokens > self.max_tokens or wanted > self.max_logits:
@@ -172,8 +176,11 @@ class Decoder:
         return torch.index_select(normed, 0, batch.logits_rows, out=buffers.scored[:wanted])
 
     def _step(self, batch: ForwardBatch) -> _Step:
-        tokens = batch.token_ids.shape[0]
-        return _Step(batch, self._buffers.rows(tokens), attention_calls(batch), self._needs_own(batch))
+        """Made once for a batch that comes again."""
+        if self._known_step is None or self._known_step.batch is not batch:
+            rows = self._buffers.rows(batch.token_ids.shape[0])
+            self._known_step = _Step(batch, rows, attention_calls(batch), self._needs_own(batch))
+        return self._known_step
 
     def _rows_to_finish(self, batch: ForwardBatch) -> Tensor | None:
         """The scored rows, if of the others nobody reads more than the last layer's K and V; else None. Decode steps,
@@ -251,6 +258,9 @@ class Decoder:
     @torch.inference_mode()
     def logits(self, hidden: Tensor, *, own: bool = False) -> Tensor:
         """fp32 [n, vocab_size] of hidden states [n, hidden]. own: as in Linear."""
+        return self._logits(hidden, own=own)
+
+    def _logits(self, hidden: Tensor, *, own: bool) -> Tensor:
         count = hidden.shape[0]
         out = self._buffers.logits[:count]
         raw = self.weights.head(hidden, self._buffers.head_out[:count], own=own)
