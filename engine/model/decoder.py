@@ -111,7 +111,7 @@ class Decoder:
         """Runs a step; fp32 logits [n, vocab_size] of `batch.logits_rows`. See also `finds_best`."""
         chain, rows = self._chain_for(batch), batch.token_ids.shape[0]
         if chain is None:
-            return self._logits(self._forward(batch), own=self._needs_own(batch))
+            return self.logits(self.forward(batch), own=self._needs_own(batch))
         step, logits = self._step(batch), self._buffers.logits[:rows]
         attention = partial(self._attention, step=step)
         chain.run(batch, attention, step.rows.qkv, step.rows.activated, logits)
@@ -142,9 +142,6 @@ class Decoder:
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch) -> Tensor:
         """Writes this step's K and V and returns the final hidden states of `batch.logits_rows`, [n, hidden]."""
-        return self._forward(batch)
-
-    def _forward(self, batch: ForwardBatch) -> Tensor:
         tokens = batch.token_ids.shape[0]
         wanted = tokens if batch.logits_rows is None else batch.logits_rows.shape[0]
         if tokens > self.max_tokens or wanted > self.max_logits:
@@ -258,9 +255,6 @@ class Decoder:
     @torch.inference_mode()
     def logits(self, hidden: Tensor, *, own: bool = False) -> Tensor:
         """fp32 [n, vocab_size] of hidden states [n, hidden]. own: as in Linear."""
-        return self._logits(hidden, own=own)
-
-    def _logits(self, hidden: Tensor, *, own: bool) -> Tensor:
         count = hidden.shape[0]
         out = self._buffers.logits[:count]
         raw = self.weights.head(hidden, self._buffers.head_out[:count], own=own)
