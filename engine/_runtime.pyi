@@ -130,6 +130,8 @@ class BlockAllocator:
 
     def publish(self, block: int, key: int) -> int: ...
 
+    def publish_all(self, blocks: Sequence[int], keys: Sequence[int]) -> int: ...
+
     def find(self, key: int) -> int: ...
 
     def grow_tables(self, tables: Annotated[NDArray[numpy.int32], dict(shape=(None, None), order='C', device='cpu')], lengths: Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu')], rows: Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu')], wanted: Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu')]) -> int: ...
@@ -139,3 +141,13 @@ class BlockAllocator:
     def reset(self) -> None: ...
 
     def check(self) -> None: ...
+
+def pack(out: NDArray[numpy.uint8], arrays: Sequence[object], offsets: list[int]) -> None:
+    """
+    Copies each array to its place in `out`, offsets[i] bytes from its start. Raises IndexError.
+    """
+
+def copy_token_ids(out: Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu')], ids: Sequence[int], begin: int) -> None:
+    """
+    out[i] = ids[begin + i]. Raises IndexError, OverflowError, and TypeError for what is no integer.
+    """

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 import numpy as np
 
 from engine.errors import InvalidRequestError
+from engine.step_arrays import ids_array
 from engine.types import GenerationRequest, SamplingParameters
 
 
 def check_request(request: GenerationRequest, vocab_size: int, eos_token_ids: Collection[int]) -> None:
     """Raises InvalidRequestError for the first field that makes no sense. What depends on the queue, on the pool or on
     the context's length is the scheduler's to refuse."""
-    _check_ids("prompt.token_ids", request.prompt_token_ids, vocab_size)
+    _check_prompt(request.prompt_token_ids, vocab_size)
     _check_sampling(request.sampling, vocab_size)
     if request.stop.min_tokens < 0:
         raise InvalidRequestError("stop.min_tokens", f"is {request.stop.min_tokens}, below 0")
@@ -51,17 +52,18 @@ def _check_sampling(sampling: SamplingParameters, vocab_size: int) -> None:
     _check_ids("sampling.allowed_token_ids", sampling.allowed_token_ids, vocab_size)
 
 
-def _check_ids(field: str, ids: Collection[int], vocab_size: int) -> None:
-    """Of a long prompt too, on the step thread: one pass at C's speed, and one of numpy's over what it made."""
-    if not ids:
-        return
+def _check_prompt(ids: Sequence[int], vocab_size: int) -> None:
+    """On the step thread, however long: one native pass, and one over what it made."""
     try:
-        values = np.fromiter(ids, dtype=np.int32, count=len(ids))
+        within = not ids or int(ids_array(ids, 0, len(ids)).view(np.uint32).max()) < vocab_size
     except OverflowError:
-        ends = min(ids), max(ids)
-    else:
-        ends = int(values.min()), int(values.max())
-    for bad in ends:
+        within = False
+    if not within:
+        _check_ids("prompt.token_ids", ids, vocab_size)
+
+
+def _check_ids(field: str, ids: Collection[int], vocab_size: int) -> None:
+    for bad in (min(ids), max(ids)) if ids else ():
         if not 0 <= bad < vocab_size:
             raise InvalidRequestError(field, f"token id {bad} is outside the vocabulary of {vocab_size}")
 

@@ -1,6 +1,7 @@
 // Many-row matmuls: checks, the tile for a shape, tensor maps.
 #include "gpu/prefill_linear.cuh"
 
+#include <algorithm>
 #include <bit>
 
 #include "gpu/element.cuh"
@@ -11,36 +12,50 @@ namespace {
 
 int ceil_divide(int a, int b) { return (a + b - 1) / b; }
 
+int clusters() { return current_device().multiprocessors / kClusterBlocks; }
+
+// What the busiest cluster takes: the first. In columns of a tile's one step; the constants are from timings on an
+// H200, and only their ratios matter.
+double cost(const PrefillTiles& tiles, int columns) {
+  constexpr double kTileCost = 256, kLaunchCost = 1280, kNarrowStepCost = 226;
+  const double step_cost = columns == 256 ? 256 : columns == 192 ? 200 : 150;
+  const int rounds = ceil_divide(tiles.count(), clusters()), wide = ceil_divide(tiles.wide(), clusters());
+  return wide * (tiles.steps * step_cost + kTileCost) + (rounds - wide) * (tiles.steps * kNarrowStepCost + kTileCost) +
+         kLaunchCost;
+}
+
+// In as many rounds as with wide tiles alone, but all of them full; or the same tiles, where they are.
+PrefillTiles with_narrow(const PrefillTiles& all_wide, int columns) {
+  constexpr int kNarrow = kNarrowColumns / 2;
+  const int wide = columns / 2, out_features = all_wide.out_features;
+  const int most = ceil_divide(all_wide.count(), clusters()) * clusters() / all_wide.rows;  // columns of tiles
+  PrefillTiles tiles = all_wide;
+  tiles.columns = std::max(0, ceil_divide(out_features - most * kNarrow, wide - kNarrow));
+  // A narrow tile must not reach beyond the last column: a wide one may.
+  if (tiles.columns == 0 && out_features % kNarrow != 0) tiles.columns = 1;
+  tiles.narrow_columns = std::max(0, ceil_divide(out_features - tiles.columns * wide, kNarrow));
+  return cost(tiles, columns) < cost(all_wide, columns) ? tiles : all_wide;
+}
+
 PrefillTiles tiles_of(const PrefillLinearArgs& args, int columns) {
-  const int out_columns = args.kind == PrefillLinear::kGateUp ? columns / 2 : columns;
+  const bool gate_up = args.kind == PrefillLinear::kGateUp;
   PrefillTiles tiles{};
   tiles.rows = ceil_divide(args.num_tokens, kTileRows * kClusterBlocks);
-  tiles.columns = ceil_divide(args.out_features, out_columns);
-  const int all = tiles.rows * tiles.columns, clusters = current_device().multiprocessors / kClusterBlocks;
-  const int rest = all % clusters;
-  const int halved = 2 * rest <= clusters ? rest : 0;
-  tiles.whole = all - halved;
-  tiles.count = tiles.whole + 2 * halved;
+  tiles.columns = ceil_divide(args.out_features, gate_up ? columns / 2 : columns);
   tiles.steps = ceil_divide(args.in_features, 64);
   tiles.num_tokens = args.num_tokens;
   tiles.out_features = args.out_features;
   tiles.bias = args.bias;
-  return tiles;
+  return gate_up && columns == 256 ? with_narrow(tiles, columns) : tiles;
 }
 
 // What part of the tensor cores' peak a launch with these tiles should reach: the products asked for over the time of
-// the busiest cluster, in columns of a tile's one step. The constants are from timings on an H200; only their ratios
-// matter.
+// the busiest cluster.
 double efficiency(const PrefillLinearArgs& args, int columns) {
-  constexpr double kTileCost = 256, kLaunchCost = 1280;  // beside the products
-  constexpr double kHalf = 0.85;                         // of a tile's: its stages are too short to hide a fetch
-  const double step_cost = columns == 256 ? 256 : columns == 192 ? 200 : 150;
   const PrefillTiles tiles = tiles_of(args, columns);
-  const int clusters = current_device().multiprocessors / kClusterBlocks;
-  const double rounds = ceil_divide(tiles.whole, clusters) + (tiles.count > tiles.whole ? kHalf : 0.0);
   const double halves = args.kind == PrefillLinear::kGateUp ? 2 : 1;
   const double work = halves * args.num_tokens * args.out_features * tiles.steps / (kTileRows * kClusterBlocks);
-  return work / clusters / (rounds * (tiles.steps * step_cost + kTileCost) + kLaunchCost);
+  return work / clusters() / cost(tiles, columns);
 }
 
 // Tiles of kGateUp are of two parts, and those of kQkv hold whole heads, of a width that the kernel was compiled for.
@@ -93,15 +108,22 @@ void prefill_linear(const PrefillLinearArgs& args) {
   const int columns = args.tile_columns != 0 ? args.tile_columns : best_columns(args);
   require(is_tile(args.kind, columns, 0), "prefill_linear: tiles have 128, 192 or 256 columns");
   const int weight_rows = args.kind == PrefillLinear::kGateUp ? 2 * args.out_features : args.out_features;
-  const PrefillMaps maps{
-      map_of(args.x, args.dtype, args.num_tokens, args.in_features, kTileRows),
-      map_of(args.x, args.dtype, args.num_tokens, args.in_features, kTileRows / 2),
-      map_of(args.weight, args.dtype, weight_rows, args.in_features, columns / kClusterBlocks),
-      map_of(args.out, args.dtype, args.num_tokens, args.out_features, 64),
-  };
-  with_element(args.dtype, [&]<class T>(T) {
-    PrefillLinearKernels<T>::launch(args.kind, columns, tiles_of(args, columns), maps, args.launch);
-  });
+  const PrefillTiles tiles = tiles_of(args, columns);
+  PrefillMaps maps{};
+  maps.x = map_of(args.x, args.dtype, args.num_tokens, args.in_features, kTileRows);
+  maps.weight = map_of(args.weight, args.dtype, weight_rows, args.in_features, columns / kClusterBlocks);
+  maps.out = map_of(args.out, args.dtype, args.num_tokens, args.out_features, 64);
+  if (tiles.narrow_columns > 0) {
+    constexpr cuuint64_t kColumns = kNarrowColumns / 2;
+    maps.narrow_weight =
+        map_of(args.weight, args.dtype, weight_rows, args.in_features, kNarrowColumns / kClusterBlocks);
+    maps.narrow_out = swizzled_map<3>(
+        args.out, args.dtype,
+        {kColumns, static_cast<cuuint64_t>(tiles.narrow_columns), static_cast<cuuint64_t>(args.num_tokens)},
+        {2 * kColumns, static_cast<cuuint64_t>(args.out_features) * 2}, {64, 1, 64});
+  }
+  with_element(args.dtype,
+               [&]<class T>(T) { PrefillLinearKernels<T>::launch(args.kind, columns, tiles, maps, args.launch); });
 }
 
 float prefill_qkv_efficiency(int32_t num_tokens, int32_t qkv_features, int32_t head_dim, int32_t in_features,
@@ -150,7 +172,6 @@ void prefill_qkv(const PrefillQkvArgs& args) {
                  pool.kv_heads};
   PrefillMaps maps{};
   maps.x = map_of(args.x, pool.dtype, heads.num_tokens, args.in_features, kTileRows);
-  maps.half_x = map_of(args.x, pool.dtype, heads.num_tokens, args.in_features, kTileRows / 2);
   maps.weight = map_of(args.weight, pool.dtype, product.out_features, args.in_features, columns / kClusterBlocks);
   if (heads.q_heads > 0) {
     maps.out = map_of(heads.query_out, pool.dtype, heads.num_tokens, heads.q_heads * pool.head_dim, 64);

@@ -10,8 +10,9 @@
 
 namespace octavo::gpu {
 
-constexpr int kTileRows = 128;     // of x, a thread block
-constexpr int kClusterBlocks = 2;  // one above the other, sharing the weight's rows
+constexpr int kTileRows = 128;       // of x, a thread block
+constexpr int kClusterBlocks = 2;    // one above the other, sharing the weight's rows
+constexpr int kNarrowColumns = 224;  // of the narrower tiles beside those of 256, with kGateUp
 
 // kQkv: what becomes of the columns of a tile. Queries go where `PrefillMaps::out` says.
 struct PrefillHeads {
@@ -32,33 +33,38 @@ struct PrefillHeads {
 };
 
 // The tiles of a cluster, in the order in which clusters take them: eight of one column of tiles, then of the next, so
-// that those in flight at one time share rows of x and of the weight in the L2. Where the last round would leave half
-// of the clusters idle, its tiles are halved: a cluster takes the upper or the lower half of both its blocks' rows.
+// that those in flight at one time share rows of x and of the weight in the L2. With kGateUp some are narrower, so that
+// the last round keeps all clusters busy; they come last, and are the first columns of the result.
 struct PrefillTiles {
-  int rows;     // tiles, a cluster high
-  int columns;  // tiles
-  int whole;    // tiles that are not halved, the first ones
-  int count;    // of tiles and halves
-  int steps;    // of 64 of in_features
+  int rows;            // tiles, a cluster high
+  int columns;         // of wide tiles
+  int narrow_columns;  // of narrow tiles
+  int steps;           // of 64 of in_features
   int num_tokens;
   int out_features;
   const void* bias;
   PrefillHeads heads;
 
-  // The tile of tile or half `index`.
+  __host__ __device__ __forceinline__ int wide() const { return rows * columns; }
+  __host__ __device__ __forceinline__ int count() const { return rows * (columns + narrow_columns); }
+
+  // Where tile `index` is, among the wide or among the narrow ones.
   __device__ __forceinline__ void find(int index, int& row, int& column) const {
     constexpr int kRowsAGroup = 8;
-    if (index > whole) index = whole + (index - whole) / 2;
-    const int group = index / (kRowsAGroup * columns);
-    const int in_group = index - group * kRowsAGroup * columns;
+    const bool narrow = index >= wide();
+    if (narrow) index -= wide();
+    const int width = narrow ? narrow_columns : columns;
+    const int group = index / (kRowsAGroup * width);
+    const int in_group = index - group * kRowsAGroup * width;
     const int height = min(kRowsAGroup, rows - group * kRowsAGroup);
     column = in_group / height;
     row = group * kRowsAGroup + in_group - column * height;
   }
 };
 
+// narrow_out: [narrow columns of tiles][tokens][a tile's columns], as the axes of a box.
 struct PrefillMaps {
-  CUtensorMap x, half_x, weight, out;  // half_x: of halves of tiles
+  CUtensorMap x, weight, out, narrow_weight, narrow_out;
 };
 
 template <class T>

@@ -6,7 +6,7 @@
 //
 // Roles in a block: one warp fetches x and weights, 64 of in_features a stage; two warpgroups multiply, 64 rows each;
 // one warp for each of them moves finished tiles out (and residuals in). The second warpgroup runs kLag stages behind
-// the first, so that the epilogue of one runs beside the products of the other. Half a tile is the first one's alone.
+// the first, so that the epilogue of one runs beside the products of the other.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -81,15 +81,17 @@ class PrefillLinearBlock {
   static constexpr int kStages = Shared::kStages;
   static constexpr int kLines = Shared::kLines;
   static constexpr int kBuffers = Shared::kBuffers;
-  static constexpr int kHalf = kColumns / kClusterBlocks;  // weight rows that one block fetches for both
   static constexpr int kLag = 2;
-  static constexpr int kSums = kColumns / 2;
-  using Products = wgmma::Warpgroup<T, kColumns>;
+  // Product columns of a narrow tile; where there are none, those of any.
+  static constexpr int kNarrow = kKind == PrefillLinear::kGateUp && kColumns == 256 ? kNarrowColumns : kColumns;
 
   struct Tile {
     int row, column;  // of out
-    int rows;
+    bool narrow;
   };
+
+  template <int kWidth>  // product columns
+  static constexpr int kOut = kKind == PrefillLinear::kGateUp ? kWidth / 2 : kWidth;
 
   __device__ __forceinline__ int first_tile() const { return blockIdx.x / kClusterBlocks; }
   __device__ __forceinline__ int step() const { return gridDim.x / kClusterBlocks; }
@@ -97,12 +99,10 @@ class PrefillLinearBlock {
     int row, column;
     tiles_.find(index, row, column);
     row = (row * kClusterBlocks + static_cast<int>(rank_)) * kTileRows;
-    const int half = index - tiles_.whole;
-    if (half >= 0) return {row + half % 2 * 64, column * Shared::kOutColumns, 64};
-    return {row, column * Shared::kOutColumns, kTileRows};
+    if constexpr (kNarrow == kColumns) return {row, column * kOut<kColumns>, false};
+    if (index >= tiles_.wide()) return {row, column * kOut<kNarrow>, true};
+    return {row, tiles_.narrow_columns * kOut<kNarrow> + column * kOut<kColumns>, false};
   }
-  // A cluster has at most one half, its last.
-  __device__ __forceinline__ int tiles_for(int group) const { return group == 0 ? tiles_.count : tiles_.whole; }
 
   static __device__ __forceinline__ void advance(int& stage, int& parity) {
     if (++stage == kStages) {
@@ -118,15 +118,15 @@ class PrefillLinearBlock {
     const int early = min(kStages, tiles_.steps);
     for (int k = 0; k < early; ++k) fetch_weights(first, k, k);
     ptx::wait_for_previous_kernel();
-    for (int index = first_tile(); index < tiles_.count; index += step()) {
+    for (int index = first_tile(); index < tiles_.count(); index += step()) {
       const Tile tile = tile_at(index);
       for (int k = 0; k < tiles_.steps; ++k) {
         if (index != first_tile() || k >= early) {
           ptx::wait_for_phase(ptx::shared_address(&shared_.empty[stage]), parity ^ 1);
           fetch_weights(tile, k, stage);
         }
-        ptx::copy_tile(ptx::shared_address(shared_.x[stage]), tile.rows == kTileRows ? &maps_.x : &maps_.half_x, k * 64,
-                       tile.row, ptx::shared_address(&shared_.full[stage]));
+        ptx::copy_tile(ptx::shared_address(shared_.x[stage]), &maps_.x, k * 64, tile.row,
+                       ptx::shared_address(&shared_.full[stage]));
         advance(stage, parity);
       }
     }
@@ -135,18 +135,19 @@ class PrefillLinearBlock {
   // Half of the columns for both blocks, or with kGateUp the gate rows by one block and the up rows by the other.
   __device__ __forceinline__ void fetch_weights(const Tile& tile, int k, int stage) const {
     constexpr uint16_t kBoth = (1 << kClusterBlocks) - 1;
-    const int half = static_cast<int>(rank_);
-    const int row = tile.column + half * (kKind == PrefillLinear::kGateUp ? tiles_.out_features : kHalf);
+    const int columns = tile.narrow ? kNarrow : kColumns, half = columns / kClusterBlocks;
+    const int part = static_cast<int>(rank_);
+    const int row = tile.column + part * (kKind == PrefillLinear::kGateUp ? tiles_.out_features : half);
     const uint32_t full = ptx::shared_address(&shared_.full[stage]);
-    ptx::arrive_expecting(full, (tile.rows + kColumns) * 128);
-    ptx::copy_tile_to_blocks(ptx::shared_address(shared_.weight[stage][half * kHalf]), &maps_.weight, k * 64, row, full,
-                             kBoth);
+    ptx::arrive_expecting(full, (kTileRows + columns) * 128);
+    ptx::copy_tile_to_blocks(ptx::shared_address(shared_.weight[stage][part * half]),
+                             tile.narrow ? &maps_.narrow_weight : &maps_.weight, k * 64, row, full, kBoth);
   }
 
   __device__ __forceinline__ void move_out(int group) const {
     ptx::wait_for_previous_kernel();
     int parity = 0;
-    const int end = tiles_for(group);
+    const int end = tiles_.count();
     for (int index = first_tile(); index < end; index += step()) {
       const Tile tile = tile_at(index);
       const int row = tile.row + 64 * group;
@@ -157,7 +158,12 @@ class PrefillLinearBlock {
         const int buffer = line % kBuffers;
         ptx::wait_for_phase(ptx::shared_address(&shared_.out_full[group][buffer]), parity);
         if (is_moved(tile.column + 64 * line)) {
-          ptx::store_tile(&maps_.out, ptx::shared_address(shared_.out[group][buffer]), tile.column + 64 * line, row);
+          const uint32_t from = ptx::shared_address(shared_.out[group][buffer]);
+          if (tile.narrow) {
+            ptx::store_tile(&maps_.narrow_out, from, 64 * line, tile.column / kOut<kNarrow>, row);
+          } else {
+            ptx::store_tile(&maps_.out, from, tile.column + 64 * line, row);
+          }
           ptx::commit_tile_stores();
           ptx::wait_for_tile_stores();
         }
@@ -189,52 +195,59 @@ class PrefillLinearBlock {
     }
   }
 
+  struct Turn {
+    int stage = 0, parity = 0;  // of the ring
+    int out_parity = 0;
+    bool leads;  // the other warpgroup waits for this one
+  };
+
   __device__ __forceinline__ void multiply(int group) {
-    float sums[kSums];
-    int stage = 0, parity = 0, out_parity = 0;
     if (group == 1) asm volatile("bar.sync 1,256;" ::: "memory");
-    bool leads = group == 0;
+    Turn turn{.leads = group == 0};
     int index = first_tile();
-    for (; index < tiles_for(group); index += step()) {
-      const Tile tile = tile_at(index);
-      if constexpr (kKind == PrefillLinear::kQkv) rows_.find(tiles_.heads, first_row(tile, group), tiles_.num_tokens);
-      int before = 0;
-      for (int k = 0; k < tiles_.steps; ++k) {
-        if (leads && k == min(kLag, tiles_.steps - 1)) {
-          asm volatile("bar.arrive 1,256;" ::: "memory");
-          leads = false;
-        }
-        if constexpr (kKind == PrefillLinear::kQkv) {
-          if (turns(tile)) prepare_heads(tile, group, k, out_parity);
-        }
-        ptx::wait_for_phase(ptx::shared_address(&shared_.full[stage]), parity);
-        start_products(sums, group, stage, k > 0);
-        wgmma::wait<1>();
-        if (k > 0) release(before);
-        before = stage;
-        advance(stage, parity);
-      }
-      wgmma::wait<0>();
-      wgmma::pin(sums);
-      release(before);
-      if constexpr (kKind == PrefillLinear::kQkv) finish_heads(sums, tile, group);
-      write(sums, group, tile.column, out_parity);
-    }
-    if (index >= tiles_.count) return;
-    for (int k = 0; k < tiles_.steps; ++k) {  // the other's half
-      ptx::wait_for_phase(ptx::shared_address(&shared_.full[stage]), parity);
-      release(stage);
-      advance(stage, parity);
+    for (; index < tiles_.wide(); index += step()) multiply_tile<kColumns>(tile_at(index), group, turn);
+    if constexpr (kNarrow != kColumns) {
+      for (; index < tiles_.count(); index += step()) multiply_tile<kNarrow>(tile_at(index), group, turn);
     }
   }
 
-  __device__ __forceinline__ void start_products(float (&sums)[kSums], int group, int stage, bool accumulate) const {
+  template <int kWidth>
+  __device__ __forceinline__ void multiply_tile(const Tile& tile, int group, Turn& turn) {
+    float sums[kWidth / 2];
+    if constexpr (kKind == PrefillLinear::kQkv) rows_.find(tiles_.heads, first_row(tile, group), tiles_.num_tokens);
+    int before = 0;
+    for (int k = 0; k < tiles_.steps; ++k) {
+      if (turn.leads && k == min(kLag, tiles_.steps - 1)) {
+        asm volatile("bar.arrive 1,256;" ::: "memory");
+        turn.leads = false;
+      }
+      if constexpr (kKind == PrefillLinear::kQkv) {
+        if (turns(tile)) prepare_heads(tile, group, k, turn.out_parity);
+      }
+      ptx::wait_for_phase(ptx::shared_address(&shared_.full[turn.stage]), turn.parity);
+      start_products<kWidth>(sums, group, turn.stage, k > 0);
+      wgmma::wait<1>();
+      if (k > 0) release(before);
+      before = turn.stage;
+      advance(turn.stage, turn.parity);
+    }
+    wgmma::wait<0>();
+    wgmma::pin(sums);
+    release(before);
+    if constexpr (kKind == PrefillLinear::kQkv) finish_heads(sums, tile, group);
+    write<kWidth>(sums, group, tile.column, turn.out_parity);
+  }
+
+  template <int kWidth>
+  __device__ __forceinline__ void start_products(float (&sums)[kWidth / 2], int group, int stage,
+                                                 bool accumulate) const {
     const uint32_t x = ptx::shared_address(shared_.x[stage][64 * group]);
     const uint32_t weight = ptx::shared_address(shared_.weight[stage]);
     wgmma::begin();
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
-      Products::mma(sums, wgmma::k_lines(x + 32 * k), wgmma::k_lines(weight + 32 * k), k > 0 || accumulate);
+      wgmma::Warpgroup<T, kWidth>::mma(sums, wgmma::k_lines(x + 32 * k), wgmma::k_lines(weight + 32 * k),
+                                       k > 0 || accumulate);
     }
     wgmma::commit();
   }
@@ -276,7 +289,7 @@ class PrefillLinearBlock {
     return ptx::shared_address(shared_.out[group][buffer][threadIdx.x / 32 % 4 * 16]);
   }
 
-  __device__ __forceinline__ void finish_heads(float (&sums)[kSums], const Tile& tile, int group) const {
+  __device__ __forceinline__ void finish_heads(float (&sums)[kColumns / 2], const Tile& tile, int group) const {
     const PrefillHeads& heads = tiles_.heads;
     const uint32_t lines[2] = {line_of(group, 0), line_of(group, 1)};
     if (tiles_.bias != nullptr) add_bias(sums, tile.column);
@@ -290,7 +303,9 @@ class PrefillLinearBlock {
     if (heads.head_dim == 64) rows_.template turn<T, 64>(sums, heads, tile.column, lines);
   }
 
-  __device__ __forceinline__ void write(float (&sums)[kSums], int group, int column, int& parity) const {
+  template <int kWidth>
+  __device__ __forceinline__ void write(float (&sums)[kWidth / 2], int group, int column, int& parity) const {
+    static_assert((kOut<kWidth> + 63) / 64 == kLines);
     if (kKind == PrefillLinear::kPlain && tiles_.bias != nullptr) add_bias(sums, column);
     // Lane i gives the address of row i % 8 of 8x8 matrix i / 8: rows 0-7 and 8-15 of 8 columns, then of the next 8.
     const int row = threadIdx.x / 32 % 4 * 16 + lane_ % 16;
@@ -309,14 +324,15 @@ class PrefillLinearBlock {
       }
 #pragma unroll
       for (int pair = 0; pair < 4; ++pair) {
+        if (64 * line + 16 * pair >= kOut<kWidth>) continue;
         uint32_t packed[4];
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           const int at = 32 * line + 8 * pair + 2 * i;
           float low = sums[at], high = sums[at + 1];
           if constexpr (kKind == PrefillLinear::kGateUp) {
-            low = silu(low) * sums[kSums / 2 + at];
-            high = silu(high) * sums[kSums / 2 + at + 1];
+            low = silu(low) * sums[kWidth / 4 + at];
+            high = silu(high) * sums[kWidth / 4 + at + 1];
           } else if constexpr (kKind == PrefillLinear::kAdd) {
             low += Element<T>::low(before[pair][i]);
             high += Element<T>::high(before[pair][i]);
@@ -342,9 +358,10 @@ class PrefillLinearBlock {
     return x * inverse;
   }
 
-  __device__ __forceinline__ void add_bias(float (&sums)[kSums], int first) const {
+  template <int kCount>
+  __device__ __forceinline__ void add_bias(float (&sums)[kCount], int first) const {
 #pragma unroll
-    for (int i = 0; i < kSums; i += 4) {
+    for (int i = 0; i < kCount; i += 4) {
       const int column = first + 2 * i + 2 * (lane_ % 4);
       if (column >= tiles_.out_features) continue;
       const uint32_t pair = __ldg(reinterpret_cast<const uint32_t*>(static_cast<const T*>(tiles_.bias) + column));
@@ -382,7 +399,7 @@ void launch_prefill_linear(const PrefillTiles& tiles, const PrefillMaps& maps, c
   constexpr size_t kSharedBytes = sizeof(PrefillLinearShared<kKind, kColumns>);
   static_assert(kSharedBytes <= 227 * 1024);
   allow_shared_bytes<prefill_linear_kernel<T, kKind, kColumns>>(kSharedBytes);
-  const int clusters = std::min(current_device().multiprocessors / kClusterBlocks, tiles.count);
+  const int clusters = std::min(current_device().multiprocessors / kClusterBlocks, tiles.count());
   launch_kernel("prefill_linear", prefill_linear_kernel<T, kKind, kColumns>,
                 {.grid = dim3(clusters * kClusterBlocks),
                  .block = dim3(PrefillLinearBlock<T, kKind, kColumns>::kThreads),

@@ -240,6 +240,12 @@ __device__ __forceinline__ void store_tile(const void* map, uint32_t from, int c
                "r"(c1), "r"(from)
                : "memory");
 }
+// Of a three-axis map.
+__device__ __forceinline__ void store_tile(const void* map, uint32_t from, int c0, int c1, int c2) {
+  asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.tile.bulk_group [%0,{%1,%2,%3}],[%4];" ::"l"(map), "r"(c0),
+               "r"(c1), "r"(c2), "r"(from)
+               : "memory");
+}
 __device__ __forceinline__ void commit_tile_stores() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 // Until their shared memory has been read and may be written again.
 __device__ __forceinline__ void wait_for_tile_stores() {

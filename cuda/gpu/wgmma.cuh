@@ -68,6 +68,10 @@ __device__ __forceinline__ void pin(Register (&registers)[kCount]) {
   "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79" \
   ", "                                                                             \
   "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
+#define OCTAVO_NAMES_112 \
+  OCTAVO_NAMES_96        \
+  ", "                   \
+  "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111"
 #define OCTAVO_NAMES_128                                                                       \
   OCTAVO_NAMES_96                                                                              \
   ", "                                                                                         \
@@ -81,6 +85,7 @@ __device__ __forceinline__ void pin(Register (&registers)[kCount]) {
 #define OCTAVO_SUMS_32(i) OCTAVO_SUMS_16(i), OCTAVO_SUMS_16(i + 16)
 #define OCTAVO_SUMS_64(i) OCTAVO_SUMS_32(i), OCTAVO_SUMS_32(i + 32)
 #define OCTAVO_SUMS_96(i) OCTAVO_SUMS_64(i), OCTAVO_SUMS_32(i + 64)
+#define OCTAVO_SUMS_112(i) OCTAVO_SUMS_96(i), OCTAVO_SUMS_16(i + 96)
 #define OCTAVO_SUMS_128(i) OCTAVO_SUMS_64(i), OCTAVO_SUMS_64(i + 64)
 
 // Operands' numbers follow the sums'. a and b with lines along k, both in shared memory.
@@ -117,6 +122,10 @@ __device__ __forceinline__ void pin(Register (&registers)[kCount]) {
     OCTAVO_MMA_SHARED(type, "192", 96, "%96", "%97", "%98")                   \
   };                                                                          \
   template <>                                                                 \
+  struct Warpgroup<element, 224> {                                            \
+    OCTAVO_MMA_SHARED(type, "224", 112, "%112", "%113", "%114")               \
+  };                                                                          \
+  template <>                                                                 \
   struct Warpgroup<element, 256> {                                            \
     OCTAVO_MMA_SHARED(type, "256", 128, "%128", "%129", "%130")               \
   };
@@ -129,12 +138,14 @@ OCTAVO_WARPGROUP(__half, "f16")
 #undef OCTAVO_NAMES_32
 #undef OCTAVO_NAMES_64
 #undef OCTAVO_NAMES_96
+#undef OCTAVO_NAMES_112
 #undef OCTAVO_NAMES_128
 #undef OCTAVO_SUMS_8
 #undef OCTAVO_SUMS_16
 #undef OCTAVO_SUMS_32
 #undef OCTAVO_SUMS_64
 #undef OCTAVO_SUMS_96
+#undef OCTAVO_SUMS_112
 #undef OCTAVO_SUMS_128
 #undef OCTAVO_MMA_SHARED
 #undef OCTAVO_MMA_REGISTERS

@@ -81,6 +81,14 @@ int64_t BlockAllocator::publish(int64_t block, uint64_t key) {
   return id;
 }
 
+int64_t BlockAllocator::publish_all(std::span<const int64_t> blocks, std::span<const uint64_t> keys) {
+  if (blocks.size() != keys.size()) throw std::invalid_argument("blocks and keys differ in length");
+  for (size_t i = 0; i < blocks.size(); ++i) {
+    if (publish(blocks[i], keys[i]) != blocks[i]) return static_cast<int64_t>(i);
+  }
+  return static_cast<int64_t>(blocks.size());
+}
+
 int64_t BlockAllocator::find(uint64_t key) const {
   const auto found = index_.find(key);
   return found == index_.end() ? -1 : found->second;

@@ -48,6 +48,12 @@ void init_allocator(nb::module_& module) {
           "release", [](BlockAllocator& self, const Blocks& blocks) { self.release(blocks); }, "blocks"_a)
       .def("ref_count", &BlockAllocator::ref_count, "block"_a)
       .def("publish", &BlockAllocator::publish, "block"_a, "key"_a)
+      .def(
+          "publish_all",
+          [](BlockAllocator& self, const Blocks& blocks, const std::vector<uint64_t>& keys) {
+            return self.publish_all(blocks, keys);
+          },
+          "blocks"_a, "keys"_a)
       .def("find", &BlockAllocator::find, "key"_a)
       .def(
           "grow_tables",

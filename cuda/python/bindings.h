@@ -9,6 +9,7 @@ void init_allocator(nanobind::module_& module);
 void init_decode_linear(nanobind::module_& module);
 void init_ops(nanobind::module_& module);
 void init_prefill_linear(nanobind::module_& module);
+void init_step_arrays(nanobind::module_& module);
 void init_step_ops(nanobind::module_& module);
 
 }  // namespace octavo::python

@@ -38,4 +38,5 @@ NB_MODULE(_runtime, module) {
   octavo::python::init_decode_linear(module);
   octavo::python::init_prefill_linear(module);
   octavo::python::init_allocator(module);
+  octavo::python::init_step_arrays(module);
 }

@@ -59,6 +59,11 @@ class BlockAllocator(Protocol):
         or the earlier one if the key is taken (then `block` stays unpublished)."""
         ...
 
+    def publish_all(self, blocks: Sequence[int], keys: Sequence[int]) -> int:
+        """`publish` of each pair in order, up to the first whose key another block holds. Returns how many came before
+        that one. Raises ValueError if there are not as many keys as blocks."""
+        ...
+
     def find(self, key: int) -> int:
         """The live or cached block published under `key`, or -1. Does not change any count."""
         ...

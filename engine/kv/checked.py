@@ -68,6 +68,10 @@ class CheckedBlockAllocator:
     def publish(self, block: int, key: int) -> int:
         return self._both(f"publish({block}, {key})", lambda allocator: allocator.publish(block, key))
 
+    def publish_all(self, blocks: Sequence[int], keys: Sequence[int]) -> int:
+        blocks, keys = list(blocks), list(keys)
+        return self._both(f"publish_all({blocks}, {keys})", lambda allocator: allocator.publish_all(blocks, keys))
+
     def find(self, key: int) -> int:
         return self._answer(f"find({key})", lambda allocator: allocator.find(key))
 

@@ -87,6 +87,14 @@ class OracleBlockAllocator:
         self._block_of[key] = block
         return block
 
+    def publish_all(self, blocks: Sequence[int], keys: Sequence[int]) -> int:
+        if len(blocks) != len(keys):
+            raise ValueError("blocks and keys differ in length")
+        for count, (block, key) in enumerate(zip(blocks, keys, strict=True)):
+            if self.publish(block, key) != block:
+                return count
+        return len(blocks)
+
     def find(self, key: int) -> int:
         if not 0 <= key <= MAX_KEY:
             raise TypeError(f"a key is an unsigned 64-bit number, got {key}")

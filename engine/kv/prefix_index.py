@@ -8,7 +8,6 @@ index keeps what verifies a hit, one entry a block, so it never outgrows the poo
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
@@ -17,11 +16,13 @@ import msgspec
 import numpy as np
 
 from engine.kv.allocator import BlockAllocator
+from engine.step_arrays import ids_array
 from engine.types import BlockRemoved, BlockStored, CacheChange, CachePiece
 
 HashFunction = Callable[[bytes], int]
 
 _ROOT_SERIAL = 0
+_ALL = 2**63
 _BLOCKS_AT_ONCE = 16  # whose tokens are converted together
 
 
@@ -53,15 +54,15 @@ class _Entry(msgspec.Struct, frozen=True, gc=False):
 @dataclass(slots=True)
 class Chain:
     """How far a sequence's blocks are published, and the block the next one continues. `broken`: its key was taken by
-    other tokens, so nothing behind it can be found. `ahead`: keys and tokens of the blocks behind it, as far as they
-    are hashed."""
+    other tokens, so nothing behind it can be found. `ahead`: what the blocks behind it will hold, as far as they are
+    hashed."""
 
     salt: str
     blocks: int = 0
     key: int = 0
     serial: int = _ROOT_SERIAL
     broken: bool = False
-    ahead: deque[tuple[int, bytes]] = field(default_factory=deque)
+    ahead: list[_Entry] = field(default_factory=list)
 
 
 class PrefixIndex:
@@ -78,13 +79,12 @@ class PrefixIndex:
         encoded = salt.encode()
         return Chain(salt, key=self._hash(len(encoded).to_bytes(8, "little") + encoded))
 
-    def match(self, token_ids: Sequence[int], salt: str) -> tuple[list[int], Chain]:
-        """The longest run of blocks, from the first, that hold these tokens. Counts are not changed: retain before
-        anything is allocated."""
+    def match(self, token_ids: Sequence[int], salt: str, count: int = _ALL) -> tuple[list[int], Chain]:
+        """The longest run of blocks, from the first, that hold these tokens, or the first `count` of them. Counts are
+        not changed: retain before anything is allocated."""
         chain, blocks = self.start(salt), []
-        for index, (key, tokens) in enumerate(
-            self._hashed(chain.key, token_ids, 0, len(token_ids) // self._block_size)
-        ):
+        whole = min(len(token_ids), count) // self._block_size
+        for index, (key, tokens) in enumerate(self._hashed(chain.key, token_ids, 0, whole)):
             block = self._allocator.find(key)
             entry = self._entries[block] if block > 0 else None
             if entry is None or not self._same(entry, key, chain, tokens):
@@ -104,34 +104,48 @@ class PrefixIndex:
         first = chain.blocks + len(chain.ahead)
         if chain.broken or first >= count:
             return
-        key = chain.ahead[-1][0] if chain.ahead else chain.key
-        chain.ahead.extend(self._hashed(key, token_ids, first, count))
+        last = chain.ahead[-1] if chain.ahead else chain
+        serial, parent = last.serial, last.key if first else None
+        for key, tokens in self._hashed(last.key, token_ids, first, count):
+            self._serials += 1
+            chain.ahead.append(_Entry(key, parent, self._serials, serial, tokens, chain.salt))
+            parent, serial = key, self._serials
 
     def publish(self, chain: Chain, token_ids: Sequence[int], blocks: Sequence[int]) -> None:
         """Makes findable the blocks behind the chain's end, `blocks[i]` holding the i-th block of `token_ids`, and
         moves the chain on. Only for blocks that are computed and never written again."""
         self.hash_ahead(chain, token_ids, len(blocks))
         while chain.blocks < len(blocks) and not chain.broken:
-            key, tokens = chain.ahead.popleft()
-            block = blocks[chain.blocks]
-            holder = self._allocator.publish(block, key)
-            if holder == block:
-                entry: _Entry | None = self._enter(block, key, chain, tokens)
-            else:
-                entry = self._entries[holder]
-            if entry is None or (holder != block and not self._same(entry, key, chain, tokens)):
-                chain.broken = True
-                chain.ahead.clear()
-                return
-            chain.blocks, chain.key, chain.serial = chain.blocks + 1, key, entry.serial
+            self._publish_own(chain, blocks)
+            if chain.blocks < len(blocks):
+                self._join(chain, blocks[chain.blocks])
 
-    def _enter(self, block: int, key: int, chain: Chain, tokens: bytes) -> _Entry:
-        self._serials += 1
-        parent = chain.key if chain.blocks else None
-        entry = self._entries[block] = _Entry(key, parent, self._serials, chain.serial, tokens, chain.salt)
-        if self._changes is not None and entry.public:
-            self._changes.append(entry.stored())
-        return entry
+    def _publish_own(self, chain: Chain, blocks: Sequence[int]) -> None:
+        """As `publish`, up to the first block whose key another holds."""
+        entries = chain.ahead[: len(blocks) - chain.blocks]
+        own = blocks[chain.blocks : len(blocks)]
+        published = self._allocator.publish_all(own, [entry.key for entry in entries])
+        if not published:
+            return
+        if entries[0].parent_serial != chain.serial:  # hashed before the block before was another's
+            entries[0] = msgspec.structs.replace(entries[0], parent_serial=chain.serial)
+        for block, entry in zip(own[:published], entries, strict=False):
+            self._entries[block] = entry
+        if self._changes is not None and not chain.salt:
+            self._changes += [entry.stored() for entry in entries[:published]]
+        last = entries[published - 1]
+        chain.blocks, chain.key, chain.serial = chain.blocks + published, last.key, last.serial
+        del chain.ahead[:published]
+
+    def _join(self, chain: Chain, block: int) -> None:
+        """Another's block goes on for this one, whose key it holds, if it holds the same tokens."""
+        mine = chain.ahead.pop(0)
+        theirs = self._entries[self._allocator.publish(block, mine.key)]
+        if theirs is None or not self._same(theirs, mine.key, chain, mine.tokens):
+            chain.broken = True
+            chain.ahead.clear()
+            return
+        chain.blocks, chain.key, chain.serial = chain.blocks + 1, theirs.key, theirs.serial
 
     # -- for whoever follows the cache from outside --------------------------------------------------------------------
 
@@ -173,7 +187,7 @@ class PrefixIndex:
         size = self._block_size
         for begin in range(first, count, _BLOCKS_AT_ONCE):
             end = min(begin + _BLOCKS_AT_ONCE, count)
-            data = np.asarray(token_ids[begin * size : end * size], dtype=np.int32).tobytes()
+            data = ids_array(token_ids, begin * size, end * size).tobytes()
             for offset in range(0, len(data), 4 * size):
                 tokens = data[offset : offset + 4 * size]
                 key = self._hash(key.to_bytes(8, "little") + tokens)

@@ -95,6 +95,7 @@ class Decoder:
         self._fuses_attention = device.type == "cuda" and spec.rope.rotary_dim == spec.head_dim
         self._batch_invariant = batch_invariant
         self._has_hidden = True
+        self._known_step: _Step | None = None
         self._chain = DecodeChain.build(spec, weights, device, dtype, fixed=batch_invariant)
         if device.type == "cuda":
             _log_prefill_kernels(spec, dtype, max_tokens)
@@ -172,8 +173,11 @@ class Decoder:
         return torch.index_select(normed, 0, batch.logits_rows, out=buffers.scored[:wanted])
 
     def _step(self, batch: ForwardBatch) -> _Step:
-        tokens = batch.token_ids.shape[0]
-        return _Step(batch, self._buffers.rows(tokens), attention_calls(batch), self._needs_own(batch))
+        """Made once for a batch that comes again."""
+        if self._known_step is None or self._known_step.batch is not batch:
+            rows = self._buffers.rows(batch.token_ids.shape[0])
+            self._known_step = _Step(batch, rows, attention_calls(batch), self._needs_own(batch))
+        return self._known_step
 
     def _rows_to_finish(self, batch: ForwardBatch) -> Tensor | None:
         """The scored rows, if of the others nobody reads more than the last layer's K and V; else None. Decode steps,

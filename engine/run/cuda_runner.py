@@ -23,15 +23,16 @@ from engine.run.kv_pool import allocate_pool
 from engine.run.logits import redraw
 from engine.run.milestones import Milestones
 from engine.run.prompt_scores import score_prompts
-from engine.run.runner import DeviceBatch, FinishedStep, upload
+from engine.run.runner import DeviceBatch, FinishedStep, batch_of, packed
 from engine.run.sampler import LogprobTensors, logprobs_of, outcome_of, sample_into, sampling_arrays
-from engine.run.staging import DeviceStaging
+from engine.run.staging import DeviceStaging, Views
 from engine.schedule.plan import StepOutcome, StepPlan
 from engine.types import TokenLogprob
 
 Tensor = torch.Tensor
 
 GRAPH_BYTES = 256 << 20  # set aside for the graphs' memory pool: library workspaces; activations are the decoder's own
+_MOST_BATCHES = 256
 _RESULTS = 3  # pinned results: of the step launched, the one in flight, and the one being read
 
 
@@ -41,6 +42,15 @@ class CapturedDecode:
 
     graph: torch.cuda.CUDAGraph
     logits: Tensor  # [bucket, vocabulary] fp32
+
+
+@dataclass(frozen=True, slots=True)
+class _KnownBatch:
+    """alike: what of a step it depends on beside its arrays' shapes."""
+
+    views: Views
+    alike: tuple[int, int, bool, bool, bool]
+    batch: DeviceBatch
 
 
 class DeviceStep:
@@ -117,6 +127,7 @@ class CudaRunner:
             else MixedBuckets(decode_buckets(slots) if use_graphs else [])
         )
         self._graphs: dict[int, CapturedDecode] = {}
+        self._batches: dict[int, _KnownBatch] = {}  # by id of its views
 
     # -- start -------------------------------------------------------------------------------------------------------
 
@@ -187,10 +198,26 @@ class CudaRunner:
         return score_prompts(self._decoder, plan, self._vocab_size) if plan.scored else {}
 
     def _upload(self, arrays: StepArrays, *, keeps_hidden: bool = False) -> DeviceBatch:
-        return upload(
-            *(arrays, self._staging, self._kv_pool, self._workspace, self._newest, self._best, self._vocab_size),
+        """Steps that are shaped alike get the same batch, whose tensors hold this step's arrays."""
+        views = self._staging.upload(packed(arrays))
+        alike = (
+            arrays.max_query_len,
+            arrays.num_decodes,
+            arrays.logits_rows is None,
+            arrays.scored is None,
+            keeps_hidden,
+        )
+        known = self._batches.get(id(views))
+        if known is not None and known.views is views and known.alike == alike:
+            return known.batch
+        batch = batch_of(
+            *(views, arrays, self._kv_pool, self._workspace, self._newest, self._best, self._vocab_size),
             keeps_hidden=keeps_hidden,
         )
+        if len(self._batches) == _MOST_BATCHES:
+            self._batches.clear()
+        self._batches[id(views)] = _KnownBatch(views, alike, batch)
+        return batch
 
     def _run(self, step: DeviceBatch) -> Tensor:
         """Forward and sampling; gives the logits [n, vocabulary] fp32. All of it can be captured."""

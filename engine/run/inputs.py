@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from engine.kv.block_table import BlockTables
 from engine.run.sampler import SamplingArrays, sampling_arrays
 from engine.schedule.plan import ScheduledSequence, StepPlan
+from engine.step_arrays import copy_ids
 
 Int32Array = NDArray[np.int32]
 Int64Array = NDArray[np.int64]
@@ -149,8 +150,10 @@ def _tokens(entries: list[ScheduledSequence], length: int) -> tuple[Int32Array, 
     row = 0
     for entry in entries:
         known = entry.sequence.token_ids
-        if entry.start < len(known):
-            token_ids[row : row + entry.count] = known[entry.start : entry.start + entry.count]
+        if entry.count == 1 and entry.start < len(known):
+            token_ids[row] = known[entry.start]
+        elif entry.start < len(known):
+            copy_ids(token_ids[row : row + entry.count], known, entry.start)
         else:
             sources[row] = entry.slot  # sampled by a step that is still running
         row += entry.count

@@ -15,7 +15,7 @@ from engine.run.inputs import StepArrays, prefill_arrays
 from engine.run.logits import redraw
 from engine.run.prompt_scores import score_prompts
 from engine.run.sampler import SamplingTensors, logprobs_of, outcome_of, sample_into
-from engine.run.staging import Array, DeviceStaging, HostStaging
+from engine.run.staging import Array, HostStaging, Views
 from engine.schedule.plan import StepOutcome, StepPlan
 from engine.types import TokenLogprob
 
@@ -62,7 +62,9 @@ class EagerRunner:
         self._mover.apply(plan, self._tables)
         if not plan.scheduled:
             return FinishedStep(StepOutcome([], []))
-        step = upload(prefill_arrays(plan, self._tables), self._staging, self._kv_pool, keeps_hidden=bool(plan.scored))
+        arrays = prefill_arrays(plan, self._tables)
+        tensors = self._staging.upload(packed(arrays))
+        step = batch_of(tensors, arrays, self._kv_pool, keeps_hidden=bool(plan.scored))
         sampling = plan.sampling
         if not sampling:
             self._decoder.forward(step.batch)
@@ -87,9 +89,21 @@ class DeviceBatch:
     sampling: SamplingTensors
 
 
-def upload(
+def packed(arrays: StepArrays) -> list[Array]:
+    """A step's arrays in the order in which `batch_of` takes their tensors."""
+    listed: list[Array] = [arrays.token_ids, arrays.sources, arrays.positions, arrays.slots, arrays.block_tables]
+    listed += [arrays.query_start, arrays.context_lens, arrays.prefill_start, arrays.targets, arrays.wanted]
+    listed += arrays.sampling.all()
+    if arrays.scored is not None:
+        listed += arrays.scored.all()
+    if arrays.logits_rows is not None:
+        listed.append(arrays.logits_rows)
+    return listed
+
+
+def batch_of(
+    tensors: Views,
     arrays: StepArrays,
-    staging: HostStaging | DeviceStaging,
     kv_pool: torch.Tensor,
     workspace: torch.Tensor | None = None,
     newest: torch.Tensor | None = None,
@@ -97,15 +111,9 @@ def upload(
     vocab_size: int = 0,
     keeps_hidden: bool = False,
 ) -> DeviceBatch:
-    """`newest`: the last sampled token of each slot, where `sources` finds tokens that the host does not know yet.
-    best: int64, zeros for as many rows as a step may score, and `vocab_size` as in GreedyRows."""
-    packed: list[Array] = [arrays.token_ids, arrays.sources, arrays.positions, arrays.slots, arrays.block_tables]
-    packed += [arrays.query_start, arrays.context_lens, arrays.prefill_start, arrays.targets]
-    packed += [arrays.wanted]
-    packed += arrays.sampling.all()
-    packed += [] if arrays.scored is None else arrays.scored.all()
-    packed += [] if arrays.logits_rows is None else [arrays.logits_rows]
-    tensors = staging.upload(packed)
+    """tensors: of `packed(arrays)`. newest: the last sampled token of each slot, where `sources` finds tokens that the
+    host does not know yet. best: int64, zeros for as many rows as a step may score, and `vocab_size` as in GreedyRows.
+    """
     token_ids, sources, positions, slots, block_tables, query_start, context_lens, prefill_start, targets = tensors[:9]
     wanted = tensors[9]
     batch = ForwardBatch(

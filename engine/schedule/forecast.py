@@ -85,6 +85,8 @@ class Demand:
     live: int  # tokens of live blocks at the start of the plan
     _held: list[int] = field(default_factory=list)
     _remaining: list[int] = field(default_factory=list)
+    _sum_held: int = 0
+    _sum_remaining: int = 0
 
     @classmethod
     def of(cls, forecast: OutputForecast | None, tables: BlockTables, resident: Iterable[Sequence]) -> Demand | None:
@@ -99,12 +101,17 @@ class Demand:
 
     def add(self, sequence: Sequence) -> None:
         """Counts a sequence that runs."""
-        self._held.append(own_tokens(sequence, self.block_size))
-        self._remaining.append(self.forecast.remaining(sequence))
+        held, remaining = own_tokens(sequence, self.block_size), self.forecast.remaining(sequence)
+        self._held.append(held)
+        self._remaining.append(remaining)
+        self._sum_held += held
+        self._sum_remaining += remaining
 
     def fits(self, sequence: Sequence) -> bool:
         """Whether the peak stays within the pool with one more, all of whose tokens count as its own until it is
         admitted."""
-        shared = max(0, self.live - sum(self._held))
-        held = [*self._held, own_tokens(sequence, self.block_size)]
-        return shared + peak_tokens(held, [*self._remaining, self.forecast.remaining(sequence)]) <= self.pool
+        room = self.pool - max(0, self.live - self._sum_held)
+        held, remaining = own_tokens(sequence, self.block_size), self.forecast.remaining(sequence)
+        if self._sum_held + held + self._sum_remaining + remaining <= room:
+            return True  # even if they all ended at the same moment
+        return peak_tokens([*self._held, held], [*self._remaining, remaining]) <= room

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+from collections.abc import Collection
 
 from engine.schedule.policy import Policy
 from engine.schedule.sequence import Phase, Sequence
@@ -18,6 +19,7 @@ class LiveSequences:
         self.waiting = WaitingQueue(policy)
         self.arriving: list[Sequence] = []
         self.running: list[Sequence] = []
+        self._residents: dict[int, int] = {}  # orders of requests, and how many of their sequences are resident
 
     @property
     def resident(self) -> list[Sequence]:
@@ -27,6 +29,11 @@ class LiveSequences:
     @property
     def num_resident(self) -> int:
         return len(self.running) + len(self.arriving)
+
+    @property
+    def resident_requests(self) -> Collection[int]:
+        """Orders of the requests of those."""
+        return self._residents.keys()
 
     @property
     def last_resident(self) -> Sequence:
@@ -44,15 +51,17 @@ class LiveSequences:
         sequence.phase = Phase.ARRIVING
         sequence.arrival_step = step
         self.arriving.append(sequence)
+        self._count(sequence, 1)
 
     def run(self, sequence: Sequence) -> None:
         sequence.phase = Phase.RUNNING
         bisect.insort(self.running, sequence, key=self._key)
+        self._count(sequence, 1)
 
     def land(self, moved: int | None) -> None:
         """Lets those run that have been copied in by the step `moved`; None: all of them."""
         for sequence in [one for one in self.arriving if moved is None or one.arrival_step <= moved]:
-            self.arriving.remove(sequence)
+            self.remove(sequence)
             self.run(sequence)
 
     def remove(self, sequence: Sequence) -> None:
@@ -62,5 +71,13 @@ class LiveSequences:
                 self.waiting.remove(sequence)
             case Phase.ARRIVING:
                 self.arriving.remove(sequence)
+                self._count(sequence, -1)
             case Phase.RUNNING:
                 self.running.remove(sequence)
+                self._count(sequence, -1)
+
+    def _count(self, sequence: Sequence, change: int) -> None:
+        order = sequence.group.order
+        count = self._residents.pop(order, 0) + change
+        if count:
+            self._residents[order] = count

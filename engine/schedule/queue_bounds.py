@@ -34,7 +34,7 @@ class QueueBounds:
 
     @property
     def num_running_requests(self) -> int:
-        return len({sequence.group.order for sequence in self._sequences.resident})
+        return len(self._sequences.resident_requests)
 
     @property
     def num_queued_requests(self) -> int:
@@ -88,7 +88,7 @@ class QueueBounds:
                 watermark=self._limits.watermark_blocks,
                 block_size=tables.block_size,
                 alone=not resident,
-                running=frozenset(sequence.group.order for sequence in resident),
+                running=frozenset(self._sequences.resident_requests),
                 make_demand=lambda: Demand.of(self._forecast, tables, resident),
             )
             for sequence in self._sequences.waiting:

@@ -166,7 +166,7 @@ class Residency:
         request = sequence.group.request
         if self.prefix_index is None or request.cache_bypass:
             return [], None
-        return self.prefix_index.match(sequence.token_ids[:num_tokens], request.cache_salt)
+        return self.prefix_index.match(sequence.token_ids, request.cache_salt, num_tokens)
 
     def reads_cache(self, request: GenerationRequest) -> bool:
         """Whether a request's prompt may be found computed."""

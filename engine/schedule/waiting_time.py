@@ -47,6 +47,9 @@ class WaitingTime:
     def estimate(self, pace: Pace) -> None:
         """Brings `queue_delay` and `least_delay` up to date. They differ until a first output has ended: how long
         outputs are is a guess then, which the least delay takes for nothing."""
+        if not self._sequences.num_resident and not self._sequences.waiting:
+            self.queue_delay = self.least_delay = 0.0
+            return
         self.queue_delay = self._delay(pace, self.outputs.remaining)
         self.least_delay = self.queue_delay if self.outputs.observed else self._delay(pace, lambda _: 0)
 

@@ -41,3 +41,18 @@ def test_they_arrive_as_they_are_at_addresses_given_by_their_shapes(gpu: None) -
         places.append([view.data_ptr() for view in views])
     assert places == [places[0]] * 4
     assert places[0][0] == places[0][-1]
+
+
+def test_the_same_shapes_have_the_same_views_until_many_others_came(gpu: None) -> None:
+    """Shapes are those of every place, and where an array comes again is a part of them."""
+    staging, one, two = DeviceStaging(4999, torch.device("cuda")), np.arange(4, dtype=np.int32), np.ones(4, np.int32)
+    known = staging.upload([one, two, one])
+    assert staging.upload([two, one, two]) is known
+    assert [view.tolist() for view in known] == [two.tolist(), one.tolist(), two.tolist()]
+    for others in ([one, two, two], [one, two], [one, two.astype(np.float32), one], [one, two[:, None], one]):
+        views = staging.upload(others)
+        assert views is not known
+        assert [view.tolist() for view in views] == [array.tolist() for array in others]
+    for length in range(300):
+        staging.upload([np.zeros(length, dtype=np.int32)])
+    assert staging.upload([one, two, one])[1].tolist() == two.tolist()

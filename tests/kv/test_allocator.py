@@ -291,3 +291,19 @@ def test_blocks_that_lose_their_last_owner_are_noted() -> None:
     assert allocator.take_freed() == []
     allocator.release(blocks := allocator.allocate(1))
     assert allocator.take_freed() == blocks  # once
+
+
+def test_publishing_many_stops_where_another_holds_the_key(kind: AllocatorKind) -> None:
+    allocator = make_allocator(kind, 6)
+    allocator.allocate(6)
+    allocator.publish(6, 13)
+    assert allocator.publish_all([1, 2, 3, 4], [11, 12, 13, 14]) == 2
+    assert [allocator.find(key) for key in (11, 12, 13, 14)] == [1, 2, 6, -1]
+    assert allocator.publish_all([1, 2, 4], [11, 12, 14]) == 3  # its own keys are not another's
+    assert allocator.publish_all([], []) == 0
+    with pytest.raises(ValueError, match="differ in length"):
+        allocator.publish_all([5], [])
+    allocator.release([5])
+    with pytest.raises(ValueError, match="not live"):
+        allocator.publish_all([3, 5], [33, 55])
+    assert allocator.find(33) == 3

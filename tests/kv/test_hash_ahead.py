@@ -54,3 +54,30 @@ def test_a_broken_chain_forgets_what_it_hashed() -> None:
     assert not second.ahead
     index.hash_ahead(second, TOKENS[4:], 3)
     assert not second.ahead
+
+
+def test_what_was_hashed_ahead_goes_on_behind_another_sequence_s_block() -> None:
+    """Two sequences compute the same tokens at once, and each publishes some first: both chains lead to the end."""
+    allocator = make_allocator(AllocatorKind.CHECKED, 20)
+    index = PrefixIndex(allocator, SIZE)
+    one, other = index.start(""), index.start("")
+    mine, theirs = allocator.allocate(7), allocator.allocate(7)
+    index.hash_ahead(one, TOKENS, 7)
+    index.hash_ahead(other, TOKENS, 7)
+    index.publish(other, TOKENS, theirs[:2])
+    index.publish(one, TOKENS, mine[:4])
+    index.publish(other, TOKENS, theirs[:5])
+    index.publish(one, TOKENS, mine)
+    index.publish(other, TOKENS, theirs)
+    assert index.match(TOKENS, "")[0] == [*theirs[:2], *mine[2:4], theirs[4], *mine[5:]]
+    assert not one.broken
+    assert not other.broken
+
+
+def test_the_first_tokens_alone_are_matched() -> None:
+    allocator = make_allocator(AllocatorKind.CHECKED, 20)
+    index = PrefixIndex(allocator, SIZE)
+    blocks = allocator.allocate(7)
+    index.publish(index.start(""), TOKENS, blocks)
+    assert index.match(TOKENS, "", 11)[0] == blocks[:2]
+    assert index.match(TOKENS, "", 999)[0] == blocks

@@ -38,3 +38,23 @@ def test_what_has_been_copied_in_runs() -> None:
     assert [sequence.phase for sequence in (first, second, third)] == [Phase.ARRIVING, Phase.RUNNING, Phase.RUNNING]
     live.land(None)
     assert (live.running, live.arriving) == ([first, second, third], [])
+
+
+def test_requests_of_which_something_is_resident() -> None:
+    """A request's candidates count once, from the first that comes to the last that goes."""
+    live, (first, second) = LiveSequences(PriorityWithAgeing()), sequences(2)
+    sibling = Sequence(first.group, 1, 0, [1], 9)
+    live.wait(second)
+    assert not live.resident_requests
+    live.run(first)
+    live.arrive(sibling, 3)
+    live.remove(second)
+    live.arrive(second, 4)
+    assert set(live.resident_requests) == {0, 1}
+    live.land(3)
+    live.remove(first)
+    assert set(live.resident_requests) == {0, 1}
+    live.remove(sibling)
+    assert set(live.resident_requests) == {1}
+    live.remove(second)
+    assert not live.resident_requests

@@ -32,6 +32,7 @@ class BlockAllocator {
   int32_t ref_count(int64_t block) const;
 
   int64_t publish(int64_t block, uint64_t key);
+  int64_t publish_all(std::span<const int64_t> blocks, std::span<const uint64_t> keys);
   int64_t find(uint64_t key) const;
 
   int64_t grow_tables(const BlockTables& tables, std::span<const int32_t> rows, std::span<const int32_t> wanted);
