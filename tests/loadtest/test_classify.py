@@ -117,7 +117,7 @@ def test_a_queue_that_comes_and_goes_is_no_growth() -> None:
 
     def row(index: int) -> RequestRow:
         at = max(index, 0) / RATE
-        wave = 0.03 * at + (1.0 if int(at / 4) % 2 else 0.0)
+        wave = 0.025 * at + (1.0 if int(at / 4) % 2 else 0.0)
         return completed(index, took=min(0.5 + wave, SECONDS - 0.01 - min(index, 395) / RATE))
 
     part = part_of(row)
