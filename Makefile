@@ -88,7 +88,7 @@ format: setup ## Rewrite Python and C++ files in the project's style
 bench: setup ## CPU benchmarks: a table, and build/bench/cpu.json
 	@$(BIN)/python -m tests.bench cpu $(ARGS)
 
-LOAD_SERVE := --max-num-seqs 8 --max-queued-requests 64
+LOAD_SERVE := --max-num-seqs 4 --max-queued-requests 24
 LOAD_OUT = build/load/map-$(shell date +%Y%m%d-%H%M%S)
 
 load: setup ## Where the demo model saturates and how: about 15 minutes, then a page of it

@@ -103,9 +103,8 @@ def knee_of(sweep: Sequence[Verdict]) -> Interval | None:
     found = bracket(sweep, lambda verdict: verdict.level_class is LevelClass.KEEPS_UP)
     if found.low is None:
         return None
-    known = {verdict.rate: verdict.measures for verdict in sweep}
-    high = None if found.high is None else found.high * (1 + luck(known[found.high]))
-    return _interval(Bracket(found.low, high), KEEPS_UP - luck(known[found.low]))
+    kept = next(verdict.measures for verdict in sweep if verdict.rate == found.low)
+    return _interval(found, KEEPS_UP - luck(kept))
 
 
 def corrected_knee_of(sweep: Sequence[Verdict]) -> Interval | None:

@@ -72,6 +72,7 @@ class Measures(Judgement, frozen=True, kw_only=True):
     goodput: float
     token_rate: float
     in_flight: float
+    windows: int = 1
     in_flight_slope: Slope | None = None
     ttft_slope: Slope | None = None
     little_gap: float | None = None

@@ -206,6 +206,7 @@ def measure(parts: Sequence[LevelRows], limits: Limits) -> Measures:
     good = sum(is_good(row, limits) for row in arrived)
     return Measures(
         seconds=seconds,
+        windows=len(parts),
         arrivals=len(arrived),
         completed=outcomes[Outcome.COMPLETED],
         refused=outcomes[Outcome.REFUSED],

@@ -266,7 +266,8 @@ def method(run: Run) -> list[str]:
         "In a search the first level of every rate has the same arrivals, stretched in time, and so have the second "
         "and the third: gaps, classes and lengths, never words, which a prefix cache would know. Levels then differ in "
         "their rate alone.",
-        f"A window has at least {Settings.completions} arrivals and {SLOWEST:g} times the p95 of end-to-end times at "
+        f"A window has at least {Settings.completions} arrivals (near the knee {Settings.full}, as far as "
+        f"{seconds(Settings.full_window)} go) and {SLOWEST:g} times the p95 of end-to-end times at "
         f"the next lower rate, a warm-up {SETTLING:g} times that, as far as {seconds(Settings.most_window)} go; beyond "
         "the knee windows are shorter, so that all of it takes a quarter of an hour. A schedule is written down before "
         "its level begins, so a warm-up does not wait until the number in flight stands still; one that was too short "
@@ -276,20 +277,22 @@ def method(run: Run) -> list[str]:
         "level was cut off count as lower bounds, and a percentile that they reach is printed as “≥”.",
         f"Goodput: completed requests with TTFT at most {seconds(run.limits.ttft)} and TPOT at most "
         f"{seconds(run.limits.tpot)}.",
-        f"Keeps up: errors at most {share(classify.ERRORS)} of arrivals; completions at least "
+        f"Keeps up: failures at most {share(classify.ERRORS)} of arrivals; completions at least "
         f"{share(classify.KEEPS_UP)} of them, but for what the window's edges explain (two standard deviations of the "
-        "number in flight); and a number in flight that does not rise. It rises if its slope is above zero with "
-        f"97.5 % and comes to {share(classify.GROWTH)} of the arrivals. Significance alone would not do: the slope is "
-        "of ten stretches of time, which near the knee depend on each other, and in simulation that turned away rates "
-        "that a server of known capacity keeps up with. Saturated, stable: refusals fill the gap and TTFT does not "
-        "rise. Saturated, growing: neither. Collapsing: token rate or goodput below "
+        "number in flight at its end less that at its beginning, whose variances are each taken as twice the mean); "
+        "and a number in flight that does not rise. It rises if its slope exceeds "
+        f"{share(classify.GROWTH)} of the arrivals with 97.5 %. That it exceeds zero would not do: the slope is of ten "
+        "stretches of time, which near the knee depend on each other, and in simulation that turned away rates that a "
+        "server of known capacity keeps up with. A refusal is an arrival that was not completed, and no failure: a "
+        "short queue is filled by a burst now and then well below what the service can do. Saturated, stable: refusals "
+        "fill the gap and TTFT does not rise. Saturated, growing: neither. Collapsing: token rate or goodput below "
         f"{share(classify.COLLAPSE)} of the best at a lower rate, by more than so few requests vary. Hung: "
         f"{seconds(classify.SILENCE)} without a token or a step while something was in flight. Crashed: the "
         "service's own word that it died, or no service.",
         f"The knee is an interval: from {share(classify.KEEPS_UP)} of the highest rate that keeps up, less what its "
-        "completions may owe to luck (two standard deviations of the number in flight), to the lowest rate that does "
-        f"not, and as much more. The limits' interval: from {share(SLO_SHARE)} of the highest rate at which goodput "
-        "was at least so much of what was offered, to the lowest at which it was not.",
+        "completions may owe to luck (as above), to the lowest rate that does not. The limits' interval: from "
+        f"{share(SLO_SHARE)} of the highest rate at which goodput was at least so much of what was "
+        "offered, to the lowest at which it was not.",
         "The machine's speed: a fixed piece of work on all cores, timed while nothing is asked of the service, before "
         "and after every level. A level's speed is the mean of the two over the run's median. Its error (±, one "
         "standard deviation) is what they differ by, or differ by on average if that is more, over the root of 12: as "

@@ -22,6 +22,7 @@ from loadtest.plan import Driver, LevelPlan
 from loadtest.records import Arrival, ArrivalProcess, Level, Limits, Phase
 
 GAIN = 1.05  # of the rate, for the closed loop to go on doubling
+LOW = 0.8  # of the bound that calibration found: rungs below it are short
 GOOD = frozenset({LevelClass.KEEPS_UP})
 MOST_RUNGS = 16  # extensions of the ladder in one direction
 MOST_BISECTIONS = 24
@@ -40,25 +41,31 @@ class SearchError(Exception):
 class Settings:
     """Times in seconds. `warm_up`, `window`: the least; a window also has `completions` requests and five times the p95
     of end-to-end times that was last seen at a lower rate, a warm-up three times that, neither more than `most_window`.
-    `knee_width`: that the knee's interval is to have at most. `width`: of the bracket (its highest over its lowest
-    rate, less 1) at first; the interval is wider by the 2 % that keeping up allows, and by luck. `repeats`: levels at
-    each end of the bracket. `bends`: levels where the curve of p99 TTFT bends most. `process`, `cv`, `size`, `trace`:
-    of arrivals in open loops, as of `LevelPlan`."""
+    `rung`: the least window of rungs of the ladder that are far below the bound. `full`: requests of a window near the
+    knee, as far as `full_window` goes. `knee_width`: that the knee's interval is to have at most. `width`: of the
+    bracket (its highest over its lowest rate, less 1); the interval is wider by the 2 % that keeping up allows, and by
+    luck. `aim`: share of its arrivals that is completed at the rate that is looked at first. `repeats`: levels at each
+    end of the bracket, the least. `bends`: levels where the curve of p99 TTFT bends most. `process`, `cv`, `size`,
+    `trace`: of arrivals in open loops, as of `LevelPlan`."""
 
     calibrate: float = 8.0
     warm_up: float = 8.0
     window: float = 30.0
     beyond: float = 20.0
     drain_limit: float = 30.0
-    ladder: tuple[float, ...] = (0.2, 0.35, 0.6, 0.85, 1.0, 1.15, 1.3)
+    ladder: tuple[float, ...] = (0.3, 0.6, 0.85, 1.0, 1.15, 1.3)
     knee_width: float = 0.05
-    width: float = 0.029
+    width: float = 0.02
+    aim: float = 0.98
     repeats: int = 3
     multiples: tuple[float, ...] = (1.2, 1.5, 2.0, 3.0)
     most_concurrency: int = 1024
     slo_levels: int = 3
     bends: int = 2
     completions: int = 200
+    full: int = 1320
+    full_window: float = 60.0
+    rung: float = 20.0
     most_window: float = 90.0
     process: ArrivalProcess = ArrivalProcess.POISSON
     cv: float = 2.0
@@ -111,7 +118,8 @@ class Search:
         """From far below the bound to above it; further down or up if all of it fails or keeps up."""
         bound = GRID ** round(math.log(bound, GRID))
         for share in self.settings.ladder:
-            verdict = await self.run(self._open(Phase.LADDER, bound * share))
+            window = self.settings.rung if share < LOW else None
+            verdict = await self.run(self._open(Phase.LADDER, bound * share, window))
             if verdict.level_class not in GOOD and share != self.settings.ladder[0]:
                 break
         await self.extend(bound)
@@ -127,15 +135,14 @@ class Search:
         raise SearchError("no rate keeps up" if self._bracket().low is None else "no rate is too high")
 
     async def knee(self) -> None:
-        """Bisects and repeats until the knee's interval is narrow enough: three times at most, to half the width."""
-        width = self.settings.width
-        for _ in range(NARROWINGS):
-            await self.bisect(keeping, Phase.BISECT, MOST_BISECTIONS, width)
-            await self.confirm(width)
+        """Bisects and repeats until the knee's interval is narrow enough: three times at most, each with one repeat
+        more at the ends, since of a bracket this narrow it is luck that makes the interval wide."""
+        for more in range(NARROWINGS):
+            await self.bisect(keeping, Phase.BISECT, MOST_BISECTIONS, self.settings.width)
+            await self.confirm(self.settings.width, self.settings.repeats + more)
             knee = knee_of(self._open_verdicts())
             if knee is None or knee.width < self.settings.knee_width:
                 return
-            width /= 2
 
     async def bisect(self, good: Callable[[Verdict], bool], phase: Phase, most: int, width: float) -> None:
         """Halves (geometrically) the bracket of a property that is lost with rising rate, until its ends differ by so
@@ -144,20 +151,34 @@ class Search:
             found = bracket(self._open_verdicts(), good)
             if found.low is None or found.high is None or found.high / found.low <= 1 + width:
                 return
-            if not await self._afforded(self._open(phase, math.sqrt(found.low * found.high)), f"{phase} stopped"):
+            middle = math.sqrt(found.low * found.high)
+            rate = self._between(found.low, found.high, width) if phase is Phase.BISECT else middle
+            if not await self._afforded(self._open(phase, rate), f"{phase} stopped"):
                 return
 
-    async def confirm(self, width: float) -> None:
+    def _between(self, low: float, high: float, width: float) -> float:
+        """Where to look next: just below and just above the rate that the service seems to lose its step at, by what it
+        completed when it did not keep up; that end of the bracket again which contradicts it, if it was not yet
+        repeated; else the middle."""
+        full = next(v for v in self._open_verdicts() if v.rate == high)
+        guess, half = full.measures.completion_rate / self.settings.aim, math.sqrt(1 + 0.95 * width)
+        inside = [rate for rate in (guess / half, guess * half) if low * half < rate < high / half]
+        again = [low] if guess / half <= low * half and self._count(low) < 2 else []
+        return next(iter([*inside, *again]), math.sqrt(low * high))
+
+    async def confirm(self, width: float, repeats: int) -> None:
         """Repeats both ends of the bracket. A pooled verdict that turns moves the bracket, and the search goes on."""
         for _ in range(MOST_BISECTIONS):
             found = self._bracket()
             ends = [rate for rate in (found.low, found.high) if rate is not None]
-            missing = [rate for rate in ends if self._count(rate) < self.settings.repeats]
+            missing = [rate for rate in ends if self._count(rate) < repeats]
             if not missing:
                 return
             for rate in missing:
                 if not await self._afforded(self._open(Phase.BISECT, rate), "repeats stopped"):
                     return
+                if self._bracket() != found:
+                    break
             await self.extend(ends[-1])
             await self.bisect(keeping, Phase.BISECT, MOST_BISECTIONS, width)
 
@@ -215,15 +236,18 @@ class Search:
             words=self._words(),
         )
 
-    def _open(self, phase: Phase, rate: float) -> LevelPlan:
+    def _open(self, phase: Phase, rate: float, window: float | None = None) -> LevelPlan:
         """The nth level of every rate has the same arrivals, stretched in time: what differs between rates is then the
         rate and not the luck of the draw."""
         settings, slow = self.settings, self._slow(rate)
+        least = settings.window if window is None else window
+        if phase is Phase.BISECT:
+            least = max(least, min(settings.full / rate, settings.full_window))
         return LevelPlan(
             phase=phase,
             rate=float(f"{rate:.4g}"),
             warm_up=min(max(settings.warm_up, SETTLING * slow), settings.most_window),
-            window=min(max(settings.window, settings.completions / rate, SLOWEST * slow), settings.most_window),
+            window=min(max(least, settings.completions / rate, SLOWEST * slow), settings.most_window),
             drain_limit=settings.drain_limit,
             seed=self.seed * 10_000 + self._count(rate) * 10,
             words=self._words(),

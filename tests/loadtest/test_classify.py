@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 import pytest
 
-from loadtest.classify import grade
+from loadtest.classify import grade, luck
 from loadtest.judge import score
 from loadtest.judgements import LevelClass, Verdict
 from loadtest.measure import LevelRows, distribution, measure, slope
@@ -110,6 +110,39 @@ def test_what_the_edges_of_a_window_explain_is_no_loss() -> None:
     found, evidence = class_of(late)
     assert "97.2%" in evidence
     assert found is LevelClass.KEEPS_UP
+
+
+def test_a_queue_that_comes_and_goes_is_no_growth() -> None:
+    """It surely rises, by some 3 % of the arrivals, but not surely by 2 %, and nothing is left when the window ends."""
+
+    def row(index: int) -> RequestRow:
+        at = max(index, 0) / RATE
+        wave = 0.025 * at + (1.0 if int(at / 4) % 2 else 0.0)
+        return completed(index, took=min(0.5 + wave, SECONDS - 0.01 - min(index, 395) / RATE))
+
+    part = part_of(row)
+    trend = measure([part], LIMITS).in_flight_slope
+    assert trend is not None
+    assert 0 < trend.low < 0.02 * RATE < trend.value
+    assert class_of(part)[0] is LevelClass.KEEPS_UP
+
+
+def test_a_few_refusals_are_arrivals_not_completed_and_no_failures() -> None:
+    def row(index: int) -> RequestRow:
+        refused = index % 100 == 0
+        return ended(index, Outcome.REFUSED, "RESOURCE_EXHAUSTED", "QUEUE_FULL") if refused else completed(index)
+
+    found, evidence = class_of(part_of(row))
+    assert found is LevelClass.KEEPS_UP
+    assert "99.0%" in evidence
+
+
+def test_luck_shrinks_with_windows() -> None:
+    """Five in flight of 400: 4 sqrt(5) of the arrivals of one window, half the share of four."""
+    part = part_of(completed)
+    one, four = measure([part], LIMITS), measure([part] * 4, LIMITS)
+    assert luck(one) == pytest.approx(4 * one.in_flight**0.5 / 400)
+    assert luck(four) == pytest.approx(luck(one) / 2)
 
 
 def test_refusals_that_fill_the_gap_are_stable() -> None:

@@ -26,7 +26,7 @@ from loadtest.result import Result
 from loadtest.search import Search, SearchError, Settings, bend
 from tests.loadtest.known_server import Behaviour
 from tests.loadtest.playing import IDS, known_service
-from tests.loadtest.simulated import SteppingServer
+from tests.loadtest.simulated import Drift, SteppingServer
 from tests.loadtest.synthetic import LIMITS, run_record, synthetic_map
 
 SETTINGS = Settings(calibrate=4.0, warm_up=4.0, window=15.0, beyond=5.0)
@@ -56,6 +56,53 @@ async def test_a_known_knee_is_inside_the_interval_in_ten_of_ten_seeds() -> None
         found = await knee(search_of(server, seed))
         assert found.low <= server.capacity <= found.high, seed
         assert found.width < 0.05, seed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capacity", [22.0, 50.0])
+@pytest.mark.parametrize("drift", [None, 0.08])
+async def test_a_knee_with_a_short_queue_is_found_within_a_budget(capacity: float, drift: float | None) -> None:
+    """Settings and time of `make load`: a queue no longer than a second, which bursts fill below the knee, on a machine
+    that drifts or does not."""
+    step = 8 / (4 * capacity)
+    inside = 0
+    for seed in range(5):
+        machine = None if drift is None else Drift(seed, drift)
+        server = SteppingServer(base=0.4 * step, each=0.075 * step, seats=8, tokens=(2, 6), queue=24, machine=machine)
+        settings = Settings(calibrate=6.0, warm_up=6.0, most_concurrency=16, budget=870.0)
+        search = search_of(server, seed, settings)
+        search.clock = lambda server=server: server.now + 2.0 * server.next_level  # type: ignore[misc]
+        found = await knee(search)
+        speeds = [1.0 if machine is None else machine.speed(float(at)) for at in range(int(server.now))]
+        inside += found.low <= capacity * sum(speeds) / len(speeds) <= found.high and found.width < 0.05
+        assert search.clock() < 870.0 - 5 * 30.0
+    assert inside >= LEAST_INSIDE[capacity, drift]
+
+
+LEAST_INSIDE = {(22.0, None): 4, (50.0, None): 5, (22.0, 0.08): 3, (50.0, 0.08): 4}  # of five
+
+
+async def test_the_search_looks_first_beside_what_a_saturated_level_completed() -> None:
+    server = stepping(queue=40)
+    search = search_of(server)
+    for rate in (30.0, 90.0):
+        await search.run(search._open(Phase.LADDER, rate))
+    await search.bisect(lambda verdict: verdict.level_class is LevelClass.KEEPS_UP, Phase.BISECT, 2, 0.02)
+    looked = [verdict.rate for verdict in search.verdicts.values() if verdict.phase is Phase.BISECT]
+    assert looked == [pytest.approx(server.capacity, rel=0.05)] * 2
+
+
+async def test_an_end_that_completions_contradict_is_looked_at_again() -> None:
+    """A short window keeps up by luck at a rate above what a longer one completes."""
+    server = stepping(queue=40)
+    search = search_of(server, 2, settings=replace(SETTINGS, window=4.0, completions=0))
+    for rate in (30.0, 1.05 * server.capacity, 1.3 * server.capacity):
+        await search.run(search._open(Phase.LADDER, rate, 4.0))
+    assert search._bracket().low == pytest.approx(1.05 * server.capacity, rel=0.001)
+    await search.bisect(lambda verdict: verdict.level_class is LevelClass.KEEPS_UP, Phase.BISECT, 1, 0.02)
+    again = search.verdicts[f"rate:{1.05 * server.capacity:.4g}"]
+    assert again.measures.windows == 2
+    assert again.level_class is not LevelClass.KEEPS_UP
 
 
 @pytest.mark.parametrize("share", [0.1, 5.0])
@@ -230,6 +277,7 @@ async def knee_of_real_server(folder: Path) -> Interval:
         ladder=(0.5, 1.6),
         repeats=1,
         completions=0,
+        full=0,
         width=0.8,
         knee_width=1.5,
     )
