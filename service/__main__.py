@@ -31,7 +31,7 @@ MOST_SEED = 2**64 - 1
 app = typer.Typer(
     rich_markup_mode=None,
     help="Octavo: serves large language models over gRPC.",
-    no_args_is_help=True,
+    invoke_without_command=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
@@ -45,11 +45,14 @@ def show_version(asked: bool) -> None:
 
 @app.callback()
 def octavo(
+    context: typer.Context,
     show: Annotated[
         bool, typer.Option("--version", help="Show the version and exit.", callback=show_version, is_eager=True)
     ] = False,
 ) -> None:
     """Octavo: serves large language models over gRPC."""
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
 
 
 def flag(name: str, text: str, **options: Any) -> Any:
@@ -354,8 +357,12 @@ def check_text(name: str, text: str) -> None:
 
 
 def main() -> None:
+    """A command line that is wrong is one line on standard error, like all else that a start is refused for."""
     try:
-        app(prog_name="octavo")
+        sys.exit(app(prog_name="octavo", standalone_mode=False))
+    except typer.TyperException as error:
+        print("octavo:", *error.format_message().split(), file=sys.stderr)
+        sys.exit(error.exit_code)
     except BrokenPipeError:
         # Who read has enough. The interpreter's own flush at exit must not complain, either.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
