@@ -100,7 +100,8 @@ def serve(
         float, flag("--swap-space-gib", "Host memory for KV blocks of preempted requests, in GiB.", min=0.0)
     ] = ENGINE.swap_space_gib,
     preemption_mode: Annotated[
-        PreemptionMode, flag("--preemption-mode", "What becomes of a preempted request's KV blocks.")
+        PreemptionMode,
+        flag("--preemption-mode", "What becomes of a preempted request's KV blocks; swap needs --swap-space-gib."),
     ] = ENGINE.preemption_mode,
     admission_forecast: Annotated[
         bool, flag("--admission-forecast/--no-admission-forecast", "Admit requests by the output lengths to expect.")

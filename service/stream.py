@@ -20,8 +20,9 @@ _LARGE_FIRST_MESSAGE = 16 << 10  # bytes; a client's smallest window is four tim
 
 @dataclass(frozen=True, slots=True)
 class StreamLimits:
-    """pending_bytes: output held for a client that reads too slowly. stall: seconds that one write, or a shut window,
-    may last. message_bytes: a message is cut when it reaches this size, below what gRPC clients accept (4 MiB)."""
+    """pending_bytes: output and refusals held for a client that reads too slowly. stall: seconds that one write, or a
+    shut window, may last. message_bytes: a message is cut when it reaches this size, below what gRPC clients accept
+    (4 MiB)."""
 
     pending_bytes: int = 1 << 20
     stall: float = 30.0
