@@ -60,8 +60,9 @@ demo: setup ## A chat answer through the gRPC service, on this machine
 serve: setup ## The service with the demo model (ARGS="--port 9000 ...")
 	@$(BIN)/python -m service serve --model demo $(ARGS)
 
-test: setup ## All tests, in two processes
-	@$(BIN)/python -m pytest -n 2 --no-loadscope-reorder $(ARGS)
+# One of them has the tests that wait for clocks and other processes, the others fill its pauses: tests/conftest.py.
+test: setup ## All tests, in three processes
+	@$(BIN)/python -m pytest -n 3 --no-loadscope-reorder $(ARGS)
 
 check: setup ## Style, types, layers, generated files
 	$(call say,ruff)

@@ -45,10 +45,11 @@ class PreemptionMode(enum.StrEnum):
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """model: "demo", a Hugging Face directory or a .gguf file. dtype: "auto" (fp32 on CPU, bf16 on CUDA), "float32",
     "bfloat16", "float16". kv_cache_tokens None: derived (CUDA: what `gpu_memory_utilization` leaves; CPU: enough for
-    `max_num_seqs` of 2048 tokens, at most 1 GiB). max_num_batched_tokens: token budget of one step. batch_invariant: a
-    request's tokens and log probabilities are the same, to the bit, whatever runs beside it, whether it was preempted
-    and however large the pool is, among engines that agree in model, device and every other option of steps: nothing
-    is shared between requests, and prompts are computed one at a time."""
+    `max_num_seqs` of 2048 tokens, at most 1 GiB). swap_space_gib: none, or at least one block; preemption_mode SWAP
+    needs some. max_num_batched_tokens: token budget of one step. batch_invariant: a request's tokens and log
+    probabilities are the same, to the bit, whatever runs beside it, whether it was preempted and however large the pool
+    is, among engines that agree in model, device and every other option of steps: nothing is shared between requests,
+    and prompts are computed one at a time."""
 
     model: str = "demo"
     served_model_name: str = ""
@@ -107,3 +108,8 @@ def check_config(config: EngineConfig) -> None:
     if not 0.0 < config.gpu_memory_utilization <= 1.0:
         problem = f"gpu_memory_utilization must be in (0, 1], not {config.gpu_memory_utilization}"
         raise ConfigurationError(problem, "gpu_memory_utilization")
+    if not config.swap_space_gib >= 0.0:  # NaN, too
+        raise ConfigurationError(f"swap_space_gib must be at least 0, not {config.swap_space_gib}", "swap_space_gib")
+    if config.preemption_mode is PreemptionMode.SWAP and not config.swap_space_gib:
+        problem = "preemption_mode swap needs host memory: set swap_space_gib"
+        raise ConfigurationError(problem, "preemption_mode", "swap_space_gib")

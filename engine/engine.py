@@ -56,7 +56,7 @@ class Engine:
         opened = open_model(config, device)
         check_step_size(config, opened.spec, opened.dtype, device)
         check_pool_size(config, opened.spec, opened.dtype, opened.max_model_len, device)
-        check_swap_space(config)
+        check_swap_space(config, opened.spec, opened.dtype)
         model = load_weights(opened, config, device, report)
         self.config = config
         self.model = model

@@ -31,7 +31,7 @@ MOST_SEED = 2**64 - 1
 app = typer.Typer(
     rich_markup_mode=None,
     help="Octavo: serves large language models over gRPC.",
-    no_args_is_help=True,
+    invoke_without_command=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
@@ -45,11 +45,14 @@ def show_version(asked: bool) -> None:
 
 @app.callback()
 def octavo(
+    context: typer.Context,
     show: Annotated[
         bool, typer.Option("--version", help="Show the version and exit.", callback=show_version, is_eager=True)
     ] = False,
 ) -> None:
     """Octavo: serves large language models over gRPC."""
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
 
 
 def flag(name: str, text: str, **options: Any) -> Any:
@@ -97,7 +100,8 @@ def serve(
         float, flag("--swap-space-gib", "Host memory for KV blocks of preempted requests, in GiB.", min=0.0)
     ] = ENGINE.swap_space_gib,
     preemption_mode: Annotated[
-        PreemptionMode, flag("--preemption-mode", "What becomes of a preempted request's KV blocks.")
+        PreemptionMode,
+        flag("--preemption-mode", "What becomes of a preempted request's KV blocks; swap needs --swap-space-gib."),
     ] = ENGINE.preemption_mode,
     admission_forecast: Annotated[
         bool, flag("--admission-forecast/--no-admission-forecast", "Admit requests by the output lengths to expect.")
@@ -354,8 +358,12 @@ def check_text(name: str, text: str) -> None:
 
 
 def main() -> None:
+    """A command line that is wrong is one line on standard error, like all else that a start is refused for."""
     try:
-        app(prog_name="octavo")
+        sys.exit(app(prog_name="octavo", standalone_mode=False))
+    except typer.TyperException as error:
+        print("octavo:", *error.format_message().split(), file=sys.stderr)
+        sys.exit(error.exit_code)
     except BrokenPipeError:
         # Who read has enough. The interpreter's own flush at exit must not complain, either.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -7,6 +7,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 import msgspec
@@ -42,7 +43,7 @@ from service.convert.events import (
 )
 from service.convert.unary import FinishedCandidate, unary_response
 from service.metrics import RequestTimer
-from service.request import Generation
+from service.request import Generation, TokenPrompt
 from service.spans import RequestSpan
 from service.status import Failure, from_engine, internal
 
@@ -101,6 +102,11 @@ def logprob_bytes(logprob: TokenLogprob, tokenizer: Tokenizer) -> int:
     """Every one of them carries its token's bytes, of which some vocabularies have hundreds."""
     ids = [logprob.token_id, *[token_id for token_id, _ in logprob.top]]
     return sum([LOGPROB_BYTES + len(tokenizer.token_bytes(token_id)) for token_id in ids])
+
+
+def refusal_bytes(request_id: str, failure: Failure) -> int:
+    size: int = EVENT_BYTES + len(request_id) + failure.status.ByteSize()
+    return size
 
 
 def joined(pieces: Sequence[Piece]) -> Piece:
@@ -258,6 +264,7 @@ class RequestOutput:
         self._scheduled = False
         self._begun = False  # a token was given out
         self._override: Failure | None = None
+        self._refusal_bytes = 0  # of a failure without output, while it waits
         self._flush_timer: asyncio.TimerHandle | None = None
         self._generated = 0  # output tokens, none of them behind a stop sequence
         self._met_stop = False
@@ -433,6 +440,8 @@ class RequestOutput:
         if failure is not None:
             self.failure = failure.with_usage(usage)
             self._drop_if_windowed()
+            if not self.admitted:
+                self._hold_refusal(self.failure)
         self._timer.ended(failure, usage, self.timing, cancelled=self.cancelled)
         self._span.ended(failure, usage, self.timing, self._finishes, cancelled=self.cancelled)
         outcome = "cancelled" if self.cancelled else "finished"
@@ -440,6 +449,12 @@ class RequestOutput:
         if LOGGER.isEnabledFor(logging.INFO):
             LOGGER.info(REQUEST_ENDED, extra=ending(*ids, self.failure or outcome, usage, self._timer.elapsed()))
         self.control.ended()
+
+    def _hold_refusal(self, failure: Failure) -> None:
+        """Of a request that got no further only the failure waits for its client."""
+        self.generation = replace(self.generation, prompt=TokenPrompt([]))
+        self._refusal_bytes = refusal_bytes(self.request_id, failure)
+        self._pending.total += self._refusal_bytes
 
     def _drop_if_windowed(self) -> None:
         """A failure does not wait for acknowledgements."""
@@ -582,6 +597,7 @@ class RequestOutput:
 
     def _take_terminal(self, events: Events) -> None:
         self.done = True
+        self._pending.total -= self._refusal_bytes
         if self._flush_timer is not None:
             self._flush_timer.cancel()
         if self.failure is not None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from octavo.v1 import generation_pb2
 from service.convert.events import add_failed
-from service.output import PendingBytes, RequestOutput
+from service.output import PendingBytes, RequestOutput, refusal_bytes
 from service.pace import Pacer
 from service.status import Failure, RequestRefusedError, slow_consumer
 
@@ -20,8 +20,9 @@ _LARGE_FIRST_MESSAGE = 16 << 10  # bytes; a client's smallest window is four tim
 
 @dataclass(frozen=True, slots=True)
 class StreamLimits:
-    """pending_bytes: output held for a client that reads too slowly. stall: seconds that one write, or a shut window,
-    may last. message_bytes: a message is cut when it reaches this size, below what gRPC clients accept (4 MiB)."""
+    """pending_bytes: output and refusals held for a client that reads too slowly. stall: seconds that one write, or a
+    shut window, may last. message_bytes: a message is cut when it reaches this size, below what gRPC clients accept
+    (4 MiB)."""
 
     pending_bytes: int = 1 << 20
     stall: float = 30.0
@@ -67,6 +68,7 @@ class OutputStream:
         self._first: RequestOutput | None = None
         self._begun = False  # a request has come
         self._refused: dict[str, Failure] = {}  # requests that were refused as they came, and whose clients wait
+        self._refused_bytes = 0
         self.failed: asyncio.Future[Failure] = asyncio.get_running_loop().create_future()
 
     # --- the reader's side ------------------------------------------------------------------------------------------
@@ -92,8 +94,13 @@ class OutputStream:
             return
         self._begun = True
         self._refused[request_id] = failure
+        size = refusal_bytes(request_id, failure)
+        self._refused_bytes += size
+        self.pending.total += size
         if self.writing_since is None:
             self._wake.set()
+        else:
+            self._check_unread()
 
     def close_input(self) -> None:
         """No further requests will come: `run` ends when those attached have."""
@@ -121,8 +128,7 @@ class OutputStream:
     def mark_ready(self, output: RequestOutput) -> None:
         self._ready[output] = None
         if self.writing_since is not None:
-            if self.pending.total > self._limits.pending_bytes:
-                self._fail_slow(f"{self.pending.total} bytes wait while the client does not read")
+            self._check_unread()
         elif self._wake.is_set():
             return  # by another output of the same step
         elif output.urgent or (not self._resting and self._may_send):
@@ -154,6 +160,11 @@ class OutputStream:
         for output in list(self.outputs.values()):
             if output.shut_since is not None and now - output.shut_since > stall:
                 output.abandon(slow_consumer(f"nothing was acknowledged for more than {stall:g} s"))
+
+    def _check_unread(self) -> None:
+        """During a write: what waits behind it is bounded."""
+        if self.pending.total > self._limits.pending_bytes:
+            self._fail_slow(f"{self.pending.total} bytes wait while the client does not read")
 
     def _fail_slow(self, problem: str) -> None:
         self.fail(slow_consumer(problem))
@@ -191,6 +202,8 @@ class OutputStream:
         batch = self._new_batch()
         events, enough = batch.events, self.pending.total - self._limits.message_bytes
         refused, self._refused = self._refused, {}
+        self.pending.total -= self._refused_bytes
+        self._refused_bytes = 0
         for request_id, failure in refused.items():
             add_failed(events, request_id, 0, failure)
         ready, self._ready = self._ready, {}

@@ -12,7 +12,7 @@ import pytest
 import torch
 import typer
 
-from engine.config import EngineConfig, check_config
+from engine.config import EngineConfig, PreemptionMode, check_config
 from engine.engine import Engine
 from engine.errors import ConfigurationError
 from engine.model.buffers import buffer_bytes
@@ -38,6 +38,9 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
             r"a KV cache of 2000000000 tokens \(.* GiB\) cannot be allocated: lower --kv-cache-tokens",
         ),
         ({"swap_space_gib": 1e6}, r"--swap-space-gib 1e\+06 is more than this host can hold"),
+        ({"swap_space_gib": float("nan")}, "--swap-space-gib must be at least 0, not nan$"),
+        ({"swap_space_gib": 1e-6}, "--swap-space-gib 1e-06 is less than one block of 8192 bytes$"),
+        ({"preemption_mode": PreemptionMode.SWAP}, "--preemption-mode swap needs host memory: set --swap-space-gib$"),
         ({"max_model_len": 100_000}, "--max-model-len 100000 is not in 1"),
         ({"block_size": 24}, "--block-size must be a power of two of at most 256, not 24"),
         ({"block_size": 100_000}, "--block-size must be a power of two of at most 256, not 100000"),

@@ -81,9 +81,14 @@ def check_pool_size(
         raise _too_large(spec, blocks, config.block_size, dtype)
 
 
-def check_swap_space(config: EngineConfig) -> None:
-    if config.swap_space_gib * 2**30 > host_bytes():
+def check_swap_space(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype) -> None:
+    """Refuses, before any weight is read, swap space that the machine does not have or that no block fits into."""
+    asked, block_bytes = config.swap_space_gib * 2**30, bytes_per_token(spec, dtype) * config.block_size
+    if asked > host_bytes():
         raise swap_too_large(config)
+    if 0 < asked < block_bytes:
+        problem = f"swap_space_gib {config.swap_space_gib:g} is less than one block of {block_bytes} bytes"
+        raise ConfigurationError(problem, "swap_space_gib")
 
 
 def swap_too_large(config: EngineConfig) -> ConfigurationError:

@@ -356,7 +356,6 @@ class Scheduler:
             and not sequence.num_generated
             and first.phase is not Phase.FINISHED
             and first.num_computed < sequence.num_prompt
-            and not first.preemptions
         )
 
     def _start(self, sequence: Sequence, budget: int, now: float) -> ScheduledSequence | None:

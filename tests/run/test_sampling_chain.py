@@ -188,10 +188,11 @@ def test_frequencies_on_a_small_vocabulary(vocabulary: int) -> None:
         logit_bias={1: 0.8},
     )
     item = entry([0, 1], [1, 0, 1], sampling, StopCriteria(ignore_eos=True))
+    items = with_seeds(item, draws)
     for seed in range(3):
         logits = torch.randn(vocabulary, generator=torch.Generator().manual_seed(seed)) * 1.5
         probabilities = torch.softmax(filtered(item, logits).double(), dim=0).numpy()
-        tokens = draw(logits.repeat(draws, 1), with_seeds(item, draws))
+        tokens = draw(logits.repeat(draws, 1), items)
         counts = np.bincount(tokens, minlength=vocabulary)
         assert not counts[probabilities == 0].any()
         statistic, freedom = chi_squared(counts, probabilities)

@@ -25,7 +25,8 @@ from engine.types import Event, GenerationRequest, RequestFinished, StopCriteria
 
 VOCABULARY = 1000
 
-Cells = dict[tuple[int, int], int]
+NOTHING = -1  # in a block's place that no token was written to
+Cells = dict[int, list[int]]  # of each block, its tokens
 
 
 def next_token(token_ids: list[int], candidate: int) -> int:
@@ -51,6 +52,7 @@ class FakeRunner:
         self.lookahead = lookahead
         self.plans: list[StepPlan] = []
         self._tables = tables
+        self._empty = [NOTHING] * tables.block_size
         self._cells: Cells = {}
         self._host: Cells = {}
         self._last_token: dict[int, int] = {}
@@ -59,17 +61,28 @@ class FakeRunner:
         moves = plan.moves
         self._copy(moves.out, self._cells, self._host)
         for block in moves.freed:
-            for offset in range(self._tables.block_size):
-                self._cells.pop((block, offset), None)
+            self._cells.pop(block, None)
         self._copy(moves.back, self._host, self._cells)
         self._copy(moves.copies, self._cells, self._cells)
 
     def _copy(self, pairs: Pairs, source: Cells, target: Cells) -> None:
         for from_block, to_block in pairs:
-            for offset in range(self._tables.block_size):
-                target.pop((to_block, offset), None)
-                if (from_block, offset) in source:
-                    target[to_block, offset] = source[from_block, offset]
+            target[to_block] = list(source.get(from_block, self._empty))
+
+    def _write(self, row: list[int], position: int, token: int) -> None:
+        size = self._tables.block_size
+        block = row[position // size]
+        assert block != 0, "a token without a block"
+        if block not in self._cells:
+            self._cells[block] = list(self._empty)
+        self._cells[block][position % size] = token
+
+    def _read(self, row: list[int], stop: int) -> list[int]:
+        """The first `stop` tokens of a row of the table."""
+        blocks = row[: -(-stop // self._tables.block_size)]
+        context = [token for block in blocks for token in self._cells[block]][:stop]
+        assert NOTHING not in context, "a token that was not written"
+        return context
 
     def launch(self, plan: StepPlan) -> FakePending:
         self.plans.append(plan)
@@ -77,16 +90,13 @@ class FakeRunner:
         tokens = []
         for entry in plan.scheduled:
             row = self._tables.rows[entry.slot].tolist()
-            size = self._tables.block_size
             known = entry.sequence.token_ids
             for position in range(entry.start, entry.start + entry.count):
                 pending = self._last_token.get(id(entry.sequence), -1)
                 token = known[position] if position < len(known) else pending
-                assert row[position // size] != 0, "a token without a block"
-                self._cells[row[position // size], position % size] = token
+                self._write(row, position, token)
             if entry.samples:
-                stop = entry.start + entry.count
-                context = [self._cells[row[p // size], p % size] for p in range(stop)]
+                context = self._read(row, entry.start + entry.count)
                 tokens.append(next_token(context, entry.sequence.candidate))
                 self._last_token[id(entry.sequence)] = tokens[-1]
         return FakePending(StepOutcome(tokens))

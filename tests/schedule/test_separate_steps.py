@@ -38,20 +38,19 @@ class StepSensitiveRunner(FakeRunner):
     def launch(self, plan: StepPlan) -> FakePending:
         self.plans.append(plan)
         self._move(plan)
-        tokens, size = [], self._tables.block_size
+        tokens = []
         prompts = any(is_of_prompt(entry) for entry in plan.scheduled)
         step = mixed_in(*(number for entry in plan.scheduled for number in (entry.start, entry.count)))
         for entry in plan.scheduled:
-            row, known = self._tables.rows[entry.slot], entry.sequence.token_ids
+            row, known = self._tables.rows[entry.slot].tolist(), entry.sequence.token_ids
             manner = step if prompts else 0
             for position in range(entry.start, entry.start + entry.count):
                 pending = self._last_token.get(id(entry.sequence), -1)
                 token = known[position] if position < len(known) else pending
-                before = self._cells[int(row[(position - 1) // size]), (position - 1) % size] if position else 0
-                self._cells[int(row[position // size]), position % size] = mixed_in(token, before, manner)
+                before = self._read(row, position)[-1] if position else 0
+                self._write(row, position, mixed_in(token, before, manner))
             if entry.samples:
-                last = entry.start + entry.count - 1
-                tokens.append(self._cells[int(row[last // size]), last % size] % VOCABULARY)
+                tokens.append(self._read(row, entry.start + entry.count)[-1] % VOCABULARY)
                 self._last_token[id(entry.sequence)] = tokens[-1]
         return FakePending(StepOutcome(tokens))
 

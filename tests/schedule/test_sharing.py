@@ -242,6 +242,37 @@ def test_swap_falls_back_to_recompute_and_ends_empty(lookahead: bool) -> None:
 @pytest.mark.parametrize("lookahead", [False, True])
 @pytest.mark.parametrize("caching", [False, True])
 @pytest.mark.parametrize("mode", [PreemptionMode.SWAP, PreemptionMode.RECOMPUTE])
+@pytest.mark.parametrize("steps", [1, 2, 3])
+def test_candidates_share_a_prompt_whose_computation_was_interrupted(
+    steps: int, mode: PreemptionMode, caching: bool, lookahead: bool
+) -> None:
+    """Preempted with a part of the prompt computed: what of it is lost is computed again, once."""
+    loop = make_loop(
+        num_blocks=40,
+        swap_blocks=40,
+        mode=mode,
+        max_batched_tokens=8,
+        prefix_caching=caching,
+        lookahead=lookahead,
+        kind=AllocatorKind.CHECKED,
+    )
+    prompt = list(range(30))
+    loop.scheduler.submit(request("a", prompt, 4, sampling=SamplingParameters(n=3)), 0.0)
+    for _ in range(steps):
+        loop.step()
+    preempt(loop, "a")
+    events = run_to_end(loop)
+    for candidate in range(3):
+        assert tokens_of(events, "a", candidate) == expected(prompt, 4, candidate=candidate)
+    counters = loop.scheduler.counters
+    assert counters.preemptions == 1
+    assert counters.computed_tokens <= 8 * steps + 30 + 2 + 3 * 3  # two share all of the prompt but its last token
+    loop.scheduler.check_idle()
+
+
+@pytest.mark.parametrize("lookahead", [False, True])
+@pytest.mark.parametrize("caching", [False, True])
+@pytest.mark.parametrize("mode", [PreemptionMode.SWAP, PreemptionMode.RECOMPUTE])
 @pytest.mark.parametrize("length", [3, 4, 5, 7, 8, 9, 11, 12, 13])
 def test_preempted_at_every_length_around_a_block_boundary(
     length: int, mode: PreemptionMode, caching: bool, lookahead: bool

@@ -13,6 +13,7 @@ import sys
 import tomllib
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 import pytest_asyncio
@@ -23,16 +24,18 @@ import service.serve
 from engine import AllocatorKind, Device, EngineConfig, LoadFormat
 from engine.config import PreemptionMode
 from octavo.v1 import generation_pb2
-from service.__main__ import app
+from service.__main__ import app, main
 from service.__main__ import serve as octavo_serve
 from service.client import Client, chat_request, prompt_request
 from service.config import ServiceConfig
+from service.serve import flag_of
 from service.terminal import Figures
 from tests.model.tiny import write_tiny_model
 from tests.service.process import ROOT, Process, run_command, server_process
 from tests.service.server import free_port
 
 Parse = Callable[..., tuple[EngineConfig, ServiceConfig, bool]]
+Result = TypeVar("Result")
 FAKE = ("-m", "tests.service.fake_server")
 
 
@@ -166,36 +169,30 @@ def test_every_engine_setting_has_a_flag() -> None:
 
 
 @pytest.mark.parametrize("name", ["/nowhere/model", "no-such-hub/model"])
-async def test_unknown_model_is_one_line_and_exit_code_2(name: str) -> None:
-    port = free_port()
-    code, out, err = await octavo("serve", "--model", name, "--port", str(port))
-    assert code == 2
+async def test_unknown_model_is_one_line_and_exit_code_2(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert await service.serve.serve(EngineConfig(model=name), ServiceConfig(port=0)) == 2
+    out, err = capsys.readouterr()
     assert out == ""
     assert len(err.splitlines()) == 1
     assert name in err
 
 
-async def test_bad_flag_value_is_exit_code_2() -> None:
-    code, _, err = await octavo("serve", "--model", "demo", "--max-num-seqs", "0")
-    assert code == 2
-    assert "--max-num-seqs" in err
-
-
-@pytest.mark.parametrize("flag", ["--port", "--metrics-port", "--admin-port"])
-async def test_taken_port_is_one_line_before_anything_is_loaded(flag: str) -> None:
+@pytest.mark.parametrize("setting", ["port", "metrics_port", "admin_port"])
+async def test_taken_port_is_one_line_before_anything_is_loaded(
+    setting: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        ports = {"--port": "0", "--metrics-port": "0", flag: str(port)}
-        arguments = [part for pair in ports.items() for part in pair]
-        code, out, err = await octavo("serve", "--model", "/nowhere/model", *arguments)
-    assert (code, out) == (2, "")
-    assert err == f"octavo: {flag} {port}: cannot listen on 127.0.0.1:{port}: Address already in use\n"
+        config = ServiceConfig(**{"port": 0, setting: port})
+        assert await service.serve.serve(EngineConfig(model="/nowhere/model"), config) == 2
+    problem = f"{flag_of(setting)} {port}: cannot listen on 127.0.0.1:{port}: Address already in use"
+    assert capsys.readouterr() == ("", f"octavo: {problem}\n")
 
 
 async def test_one_port_for_two_things_is_one_line() -> None:
     port = str(free_port())
-    code, _, err = await octavo("serve", "--model", "/nowhere/model", "--port", port, "--metrics-port", port)
-    assert (code, err) == (2, f"octavo: --port and --metrics-port are both {port}\n")
+    code, out, err = await octavo("serve", "--model", "/nowhere/model", "--port", port, "--metrics-port", port)
+    assert (code, out, err) == (2, "", f"octavo: --port and --metrics-port are both {port}\n")
 
 
 async def test_port_taken_meanwhile_is_one_line() -> None:
@@ -336,23 +333,33 @@ async def test_capacity_watch_follows_until_the_server_drains() -> None:
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
+        (("serve",), "--model"),
+        (("serve", "--model", "demo", "--max-num-seqs", "0"), "--max-num-seqs"),
+        (("serve", "--model", "demo", "--max-num-seq", "5"), "--max-num-seq"),
         (("serve", "--model", "demo", "--log-level", "loud"), "--log-level"),
+        (("served",), "served"),
         (("serve", "--model", "demo", "--heartbeat-timeout", "inf"), "--heartbeat-timeout"),
         (("serve", "--model", "demo", "--drain-timeout", "nan"), "--drain-timeout"),
         (("generate", "x", "--max-tokens", "0"), "--max-tokens"),
         (("generate", "x", "--max-tokens", str(2**31)), "--max-tokens"),
         (("generate", "x", "--sampling-seed", str(2**64)), "--sampling-seed"),
         (("generate", "x", "--tls-ca", "/nowhere/ca.pem"), "/nowhere/ca.pem"),
-        (("generate", "x", "--token", "two\nlines"), "token"),
+        (("generate", "x", "--token", "two\nlines"), "--token"),
+        (("generate", "x", "--two\nlines"), "--two"),
         (("generate", "x", "--temperature", "nan"), "--temperature"),
         (("generate", "\udcff"), "PROMPT is not valid UTF-8"),
     ],
 )
-async def test_users_mistakes_are_one_line_and_exit_code_2(arguments: tuple[str, ...], named: str) -> None:
-    code, out, err = await octavo(*arguments)
-    assert (code, out) == (2, "")
-    assert "Traceback" not in err
-    (line,) = [line for line in err.splitlines() if line.startswith("Error: ")]
+def test_users_mistakes_are_one_line_and_exit_code_2(
+    arguments: tuple[str, ...], named: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["octavo", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    out, err = capsys.readouterr()
+    assert (ended.value.code, out) == (2, "")
+    (line,) = err.splitlines()
+    assert line.startswith("octavo: ")
     assert named in line
 
 
@@ -363,6 +370,12 @@ async def test_a_reader_that_goes_away_is_no_error(server: Process, arguments: t
     command = shlex.join((sys.executable, "-m", "service", *arguments, "--address", server.address))
     code, _, err = await run_command("bash", "-c", f"{command} | head -c 0")
     assert (code, err) == (0, "")
+
+
+async def test_without_a_command_it_tells_what_there_are() -> None:
+    code, out, err = await octavo()
+    assert (code, err) == (0, "")
+    assert {"serve", "generate", "capacity", "demo"} <= set(out.split())
 
 
 async def test_version() -> None:
@@ -398,26 +411,38 @@ async def test_client_without_a_server_is_one_line() -> None:
     assert "UNAVAILABLE" in err
 
 
-@pytest.mark.parametrize("damage", ["truncated safetensors", "unknown architecture"])
-async def test_a_model_that_cannot_be_served_opens_no_port(tmp_path: Path, damage: str) -> None:
-    """Exit code 2 and, behind the line that says what is being loaded, one line that says what is wrong."""
-    path = write_tiny_model(tmp_path / "model", "llama")
-    if damage == "truncated safetensors":
-        weights = path / "model.safetensors"
-        weights.write_bytes(weights.read_bytes()[:-1000])
-        named = "model.safetensors"
-    else:
-        config = json.loads((path / "config.json").read_text())
-        (path / "config.json").write_text(json.dumps({**config, "architectures": ["FooForCausalLM"]}))
-        named = "FooForCausalLM"
-    port = free_port()
-    serving = asyncio.create_task(octavo("serve", "--model", str(path), "--port", str(port)))
+async def ended_without_a_port(serving: asyncio.Task[Result], port: int) -> Result:
     while not serving.done():
         with pytest.raises(OSError):  # noqa: PT011  # refused, whatever the system calls it
             await asyncio.open_connection("127.0.0.1", port)
         await asyncio.sleep(0.02)
-    code, out, err = await serving
+    return await serving
+
+
+def problem_in(err: str) -> str:
+    """The one line that says what is wrong, behind those that say what is being loaded."""
+    (line,) = [line for line in err.splitlines() if "loading" not in line]
+    return line
+
+
+async def test_a_damaged_model_opens_no_port(tmp_path: Path) -> None:
+    path, port = write_tiny_model(tmp_path / "model", "llama"), free_port()
+    weights = path / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1000])
+    serving = asyncio.create_task(octavo("serve", "--model", str(path), "--port", str(port)))
+    code, out, err = await ended_without_a_port(serving, port)
     assert (code, out) == (2, "")
-    lines = [line for line in err.splitlines() if "loading" not in line]
-    assert len(lines) == 1
-    assert named in lines[0]
+    assert "model.safetensors" in problem_in(err)
+
+
+async def test_an_unknown_architecture_opens_no_port(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, port = write_tiny_model(tmp_path / "model", "llama"), free_port()
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, "architectures": ["FooForCausalLM"]}))
+    capsys.readouterr()
+    engine, own = EngineConfig(model=str(path), num_threads=1), ServiceConfig(port=port)
+    serving = asyncio.create_task(service.serve.serve(engine, own, in_process_engine=True))
+    assert await ended_without_a_port(serving, port) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "FooForCausalLM" in problem_in(err)

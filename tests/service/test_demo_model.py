@@ -1,4 +1,5 @@
-"""The real engine in its own process behind the real server: the embedded model, the command line as users type it."""
+"""The real engine in its own process behind the real server, the command line as users type it: the embedded model, and
+where engines die a tiny one."""
 
 from __future__ import annotations
 
@@ -18,15 +19,22 @@ from engine import load_tokenizer
 from octavo.v1 import capacity_pb2
 from octavo.v1 import generation_pb2 as pb
 from service.client import Client, GenerationError, chat_request, prompt_request
+from tests.model.tiny import write_tiny_model
 from tests.service.process import BIN, ROOT, Process, run_command, server_process
 from tests.text.corpus import CORPUS, PROMPTS
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(240), pytest.mark.slow]
 
 GREEDY = pb.SamplingParameters(temperature=0.0)
-SERVE = ("-m", "service", "serve", "--model", "demo", "--port", "0", "--metrics-port", "0", "--device", "cpu")
 SMALL = ("--max-model-len", "512", "--kv-cache-tokens", "2048", "--max-num-seqs", "8", "--num-threads", "2")
 START_SECONDS = 90.0
+
+
+def serving(model: str) -> tuple[str, ...]:
+    return ("-m", "service", "serve", "--model", model, "--port", "0", "--metrics-port", "0", "--device", "cpu")
+
+
+SERVE = serving("demo")
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -217,6 +225,14 @@ def engine_process(server: Process) -> psutil.Process:
     return engine
 
 
+@pytest.fixture(scope="module")
+def endless(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
+    """Serves a model that starts at once and whose answers last for minutes."""
+    path = write_tiny_model(tmp_path_factory.mktemp("endless") / "m", max_position_embeddings=1 << 17)
+    sizes = ("--max-model-len", "100000", "--kv-cache-tokens", "400000", "--max-num-seqs", "8", "--num-threads", "1")
+    return (*serving(str(path)), *sizes)
+
+
 def log_lines(server: Process) -> list[str]:
     return [line for line in server.log if line.startswith("{")]
 
@@ -224,7 +240,9 @@ def log_lines(server: Process) -> list[str]:
 async def failing(client: Client, started: asyncio.Event) -> GenerationError:
     """A long request that must fail; `started` is set at its first token."""
     try:
-        async for event in client.generate(prompt_request("Once upon a time", max_tokens=450)):
+        start = prompt_request("Once upon a time", max_tokens=None)
+        start.stop.ignore_eos = True
+        async for event in client.generate(start):
             if event.HasField("delta"):
                 started.set()
     except GenerationError as error:
@@ -232,8 +250,8 @@ async def failing(client: Client, started: asyncio.Event) -> GenerationError:
     raise AssertionError("not failed")
 
 
-async def test_killed_engine_is_told_to_every_client_and_leaves_no_process() -> None:
-    async with server_process(*SERVE, *SMALL, seconds=START_SECONDS) as server, Client(server.address) as client:
+async def test_killed_engine_is_told_to_every_client_and_leaves_no_process(endless: tuple[str, ...]) -> None:
+    async with server_process(*endless, seconds=START_SECONDS) as server, Client(server.address) as client:
         engine, started = engine_process(server), asyncio.Event()
         tasks = [asyncio.create_task(failing(client, started)) for _ in range(4)]
         await asyncio.wait_for(started.wait(), 30)
@@ -253,10 +271,10 @@ async def test_killed_engine_is_told_to_every_client_and_leaves_no_process() -> 
         assert not engine.is_running()
 
 
-async def test_frozen_engine_is_replaced_and_the_replica_serves_again() -> None:
+async def test_frozen_engine_is_replaced_and_the_replica_serves_again(endless: tuple[str, ...]) -> None:
     flags = ("--restart-engine", "--hang-timeout", "4")
     async with (
-        server_process(*SERVE, *SMALL, *flags, seconds=START_SECONDS) as server,
+        server_process(*endless, *flags, seconds=START_SECONDS) as server,
         Client(server.address) as client,
     ):
         engine, started = engine_process(server), asyncio.Event()
@@ -274,11 +292,8 @@ async def test_frozen_engine_is_replaced_and_the_replica_serves_again() -> None:
         assert [line for line in server.log if not line.startswith(("octavo: ", "{"))] == []
 
 
-async def test_second_signal_ends_also_an_engine_that_hangs() -> None:
-    async with (
-        server_process(*SERVE, *SMALL, seconds=START_SECONDS) as server,
-        Client(server.address) as client,
-    ):
+async def test_second_signal_ends_also_an_engine_that_hangs(endless: tuple[str, ...]) -> None:
+    async with server_process(*endless, seconds=START_SECONDS) as server, Client(server.address) as client:
         engine, started = engine_process(server), asyncio.Event()
         task = asyncio.create_task(failing(client, started))
         await asyncio.wait_for(started.wait(), 30)

@@ -59,7 +59,7 @@ async def bidi_error(stream: Stream) -> aio.AioRpcError:
 async def fill(served: Running) -> Stream:
     """Takes all places, running and queued, on a stream of its own, with requests that never get a token."""
     served.engine.plan = lambda _: Script(steps_before_first=10**9)
-    stream = Stream(served)
+    stream = Stream(served, timeout=60)
     await stream.send(start_message(request_id="runs"))
     await until(lambda: served.engine.stats.running_requests == 1)
     await stream.send(start_message(request_id="waits"))

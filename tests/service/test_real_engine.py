@@ -3,17 +3,23 @@ engine does when it is asked directly."""
 
 from __future__ import annotations
 
+import json
+import random
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 import pytest_asyncio
 from grpc import aio
+from msgspec import structs
 
 from engine import (
     EngineConfig,
     GenerationRequest,
+    Grammar,
+    GrammarKind,
     SamplingParameters,
     StopCriteria,
     Tokenizer,
@@ -27,8 +33,9 @@ from octavo.v1 import generation_pb2 as pb
 from octavo.v1 import tokenization_pb2
 from service.config import ServiceConfig
 from service.server import Server
+from tests.mixture import random_request
 from tests.model.tiny import write_tiny_model
-from tests.service.calls import RequestLog, run_bidi, run_stream, run_unary, start_message
+from tests.service.calls import RequestLog, Stream, cancel_message, run_bidi, run_stream, run_unary, start_message
 from tests.service.server import Running
 from tests.text.corpus import CORPUS, PROMPTS
 
@@ -174,6 +181,63 @@ async def test_echo_and_log_probabilities_of_prompt_and_output(served: Running, 
     assert [told(score) for score in scores[1:]] == [meant(score) for score in expected.prompt_logprobs]
     found = [told(logprob) for delta in log.deltas for logprob in delta.logprobs]
     assert found == [meant(score) for score in expected.candidates[0].logprobs]
+
+
+def message_of(request: GenerationRequest) -> pb.GenerateRequest:
+    fields = {name: value for name, value in structs.asdict(request.sampling).items() if value is not None}
+    output = pb.OutputOptions(token_ids=True, top_logprobs=request.top_logprobs)
+    if request.prompt_top_logprobs is not None:
+        output.prompt_top_logprobs = request.prompt_top_logprobs
+    start = pb.StartGeneration(
+        request_id=request.request_id,
+        token_ids=pb.TokenIds(ids=request.prompt_token_ids),
+        sampling=pb.SamplingParameters(**fields),
+        stop=pb.StopCriteria(**structs.asdict(request.stop), include_in_output=True),
+        output=output,
+        scheduling=pb.Scheduling(priority=request.priority),
+        cache=pb.CacheOptions(salt=request.cache_salt, bypass=request.cache_bypass),
+    )
+    match request.grammar:
+        case Grammar(GrammarKind.REGEX, text):
+            start.structured_output.regex = text
+        case Grammar(GrammarKind.CHOICES, text):
+            start.structured_output.choices.choices.extend(json.loads(text))
+    return pb.GenerateRequest(start=start)
+
+
+async def test_a_random_stream_of_all_kinds_gives_each_what_it_gives_alone(served: Running, direct: Engine) -> None:
+    """On one stream, at most ten at once, some of them cancelled."""
+    source, stream = random.Random(1), Stream(served)
+    requests = {str(index): random_request(source, str(index)) for index in range(50)}
+    sent: list[str] = []
+    cancelled: set[str] = set()
+    while not all(stream.logs[name].ended for name in requests):
+        live = [name for name in sent if not stream.logs[name].ended]
+        if len(sent) < len(requests) and len(live) < 10:
+            sent.append(str(len(sent)))
+            await stream.send(message_of(requests[sent[-1]]))
+        elif source.random() < 0.05:
+            cancelled.add(name := source.choice(live))
+            await stream.send(cancel_message(name))
+        else:
+            assert await stream.read()
+    assert await stream.finish() is grpc.StatusCode.OK
+    assert cancelled
+    for name, request in requests.items():
+        [expected], log = direct.generate([request]), stream.logs[name]
+        assert log.kinds[-1] == "finished", log.events[-1]
+        for index, candidate in enumerate(expected.candidates):
+            found = log.token_ids(index)
+            scores = [told(score) for delta in log.deltas if delta.candidate_index == index for score in delta.logprobs]
+            meant_scores = [meant(score) for score in candidate.logprobs]
+            if name in cancelled:
+                assert found == candidate.token_ids[: len(found)], request
+                assert scores == meant_scores[: len(scores)]
+            else:
+                assert found == candidate.token_ids, request
+                assert scores == meant_scores
+                assert candidate.finish is not None
+                assert log.finish_reason(index) == candidate.finish.reason.name
 
 
 def told(score: pb.TokenLogprob) -> tuple[Any, ...]:

@@ -95,6 +95,48 @@ async def test_a_first_message_beyond_the_window_hides_no_status(late: float, mo
         assert (status.code, status.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "SLOW_CONSUMER")
 
 
+REFUSED: dict[str, dict[str, Any]] = {
+    "a wrong parameter": {"sampling": pb.SamplingParameters(temperature=-1)},
+    "too many bytes": {"text": "x" * 10_000},
+}
+
+
+@pytest.mark.parametrize("wrong", REFUSED)
+async def test_refusals_that_nobody_reads_are_bounded_too(wrong: str) -> None:
+    """Behind a write that is stalled, with nothing else that waits."""
+    async with flooding(StreamLimits(pending_bytes=400_000, stall=600), tokens_per_step=60_000) as (served, unreading):
+        replica = served.server.replica
+        replica.max_prompt_bytes = 5000
+        stream = Stream(unreading)
+        await stream.send(start_message(request_id="a", max_tokens=60_000))
+        await until(lambda: served.engine.submitted and served.engine.live_requests == 0)
+        (output_stream,) = replica.streams._streams
+        await until(lambda: output_stream.writing_since is not None and not output_stream.pending.total)
+        number = 0
+        while not output_stream.failed.done():
+            request_id = f"{number} " + "x" * 4000
+            await stream.send(start_message(request_id=request_id, **REFUSED[wrong]))
+            await until(lambda name=request_id: output_stream.has(name))
+            number += 1
+        assert 70 < number < 100
+        assert error_status(await end_of(stream)).reason == "SLOW_CONSUMER"
+
+
+@pytest.mark.parametrize("wrong", REFUSED)
+async def test_refusals_that_are_read_are_not(wrong: str) -> None:
+    async with flooding(StreamLimits(pending_bytes=100_000)) as (served, _):
+        replica = served.server.replica
+        replica.max_prompt_bytes = 5000
+        stream = Stream(served)
+        for begin in range(0, 300, 50):
+            ids = [f"{number} " + "x" * 1000 for number in range(begin, begin + 50)]
+            await stream.send(*(start_message(request_id=request_id, **REFUSED[wrong]) for request_id in ids))
+            await stream.read_until_ended(*ids)
+        (output_stream,) = replica.streams._streams
+        assert output_stream.pending.total == 0
+        assert await stream.finish() is grpc.StatusCode.OK
+
+
 async def test_single_request_stream_is_aborted_too() -> None:
     async with flooding(StreamLimits(pending_bytes=100_000, stall=600)) as (served, unreading):
         call = unreading.generation.GenerateStream(pb.GenerateStreamRequest(start=start()), timeout=30)
