@@ -124,9 +124,12 @@ def _missing_package(path: Path) -> str | None:
     spec = importlib.util.spec_from_file_location(f"_probe_{path.stem}", path)
     assert spec is not None
     assert spec.loader is not None
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # where dataclasses look for themselves
     try:
-        spec.loader.exec_module(importlib.util.module_from_spec(spec))
+        spec.loader.exec_module(module)
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
         return None if package in OURS else package
+    finally:
+        del sys.modules[spec.name]
     return None

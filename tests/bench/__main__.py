@@ -6,57 +6,36 @@ import argparse
 import json
 import sys
 from collections.abc import Callable
-from importlib import import_module
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
+from tests.bench import sections
 from tests.bench.machine import commit, machine, today
-
-Figures = dict[str, float]
-Section = Callable[[], Figures]
+from tests.bench.sections import Figures
 
 OUT = Path(__file__).resolve().parents[2] / "build" / "bench"
 
 
-CPU_SECTIONS = {
-    "allocator": "tests.bench.allocator",
-    "scheduling": "tests.bench.scheduling",
-    "generation": "tests.bench.generation",
-    "service": "tests.bench.service_path",
-    "frontend": "tests.service.frontend_cost",
-    "abuse": "tests.service.abuse",
-    "shared prefix": "tests.bench.shared_prefix",
-    "memory": "tests.bench.memory",
-    "impossible job": "tests.bench.impossible_job_cpu",
-}
-
-
-def cpu_sections() -> dict[str, Section]:
-    """Each a module with a `measure`, imported when its turn comes."""
-    import_module("service")  # finds the generated code of proto/
-    return {name: lambda path=path: import_module(path).measure() for name, path in CPU_SECTIONS.items()}
-
-
-def gpu_sections() -> dict[str, Section]:
-    from tests.bench import gpu
-
-    return gpu.sections()
-
-
-def run(kind: str, only: list[str]) -> Figures:
-    sections = cpu_sections() if kind == "cpu" else gpu_sections()
-    unknown = set(only) - set(sections)
+def run(kind: str, only: list[str], save: Callable[[Figures], None]) -> Figures:
+    """save: gets all figures so far behind each section, so that none is lost to a later one that fails."""
+    names = sections.names(kind)
+    unknown = set(only) - set(names)
     if unknown:
-        raise SystemExit(f"no section {', '.join(sorted(unknown))}; there are {', '.join(sections)}")
+        raise SystemExit(f"no section {', '.join(sorted(unknown))}; there are {', '.join(names)}")
     figures: Figures = {}
     console = Console(stderr=True)
-    for name, section in sections.items():
-        if only and name not in only:
-            continue
-        console.print(f"==> {name}")
-        figures |= section()
+    # Each in a process of its own: an engine holds most of a GPU until it is collected.
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn"), max_tasks_per_child=1) as pool:
+        for name in names:
+            if only and name not in only:
+                continue
+            console.print(f"==> {name}")
+            figures |= pool.submit(sections.measure, kind, name).result()
+            save(figures)
     return figures
 
 
@@ -73,12 +52,14 @@ def main() -> int:
     parser.add_argument("--only", action="append", default=[], help="a section, several times for several")
     parser.add_argument("--out", type=Path, default=OUT)
     arguments = parser.parse_args()
-    figures = run(arguments.kind, arguments.only)
     arguments.out.mkdir(parents=True, exist_ok=True)
-    result = {"machine": machine(), "commit": commit(), "date": today(), **figures}
     path = arguments.out / f"{arguments.kind}.json"
-    path.write_text(json.dumps(result, indent=2) + "\n")
-    show(figures)
+    where = {"machine": machine(), "commit": commit(), "date": today()}
+
+    def save(found: Figures) -> None:
+        path.write_text(json.dumps({**where, **found}, indent=2) + "\n")
+
+    show(run(arguments.kind, arguments.only, save))
     print(path)
     return 0
 
