@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from pathlib import Path
 
@@ -142,11 +143,15 @@ async def test_goodput_holds_while_the_machine_drifts(tmp_path: Path, seed: int)
     assert 0.002 < measures["goodput_share_at_3_error"] < 0.05
 
 
-@pytest.mark.parametrize("seed", [1, 2])
-async def test_goodput_that_really_falls_is_told_while_the_machine_drifts(tmp_path: Path, seed: int) -> None:
-    """At 3 times the knee some 50 requests a second are refused, which is a tenth of the time."""
-    measures = (await mapped(tmp_path / "map", seed, refusal=0.1 / 50)).summary.measures
-    assert 0.85 < measures["goodput_share_at_3"] < 0.95
+async def test_goodput_that_really_falls_is_told_while_the_machine_drifts(tmp_path: Path) -> None:
+    """At 3 times the knee some 45 requests a second are refused, which is nearly a tenth of the time, and at the peak
+    some are, too: 0.93 is left, give or take the error that is told with it."""
+    shares = []
+    for seed in range(1, 5):
+        measures = (await mapped(tmp_path / str(seed), seed, refusal=0.1 / 50)).summary.measures
+        shares.append(measures["goodput_share_at_3"])
+        assert abs(shares[-1] - 0.93) < 2 * measures["goodput_share_at_3_error"]
+    assert 0.85 < statistics.median(shares) < 0.95
 
 
 def verdict(
