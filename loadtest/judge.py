@@ -98,13 +98,24 @@ def summarize(
 def knee_of(sweep: Sequence[Verdict]) -> Interval | None:
     """Its low end is what the highest rate that keeps up surely served: 98 % of it, since that is what keeping up
     promises, less two standard deviations of the number in flight, which is by how much completions may have been
-    counted into the window by luck. Its high end is the lowest rate that does not keep up, and as much more as there
-    may have been counted out of the window."""
-    found = bracket(sweep, lambda verdict: verdict.level_class is LevelClass.KEEPS_UP)
+    counted into the window by luck. Its high end is the lowest rate that does not keep up."""
+    found = _knee_bracket(sweep)
     if found.low is None:
         return None
     kept = next(verdict.measures for verdict in sweep if verdict.rate == found.low)
     return _interval(found, KEEPS_UP - luck(kept))
+
+
+def _knee_bracket(sweep: Iterable[Verdict]) -> Bracket:
+    return bracket(filter(_can_tell, sweep), lambda verdict: verdict.level_class is LevelClass.KEEPS_UP)
+
+
+def _can_tell(verdict: Verdict) -> bool:
+    """Not of a level beyond the knee that only luck lets keep up: its window is short, since it is to show something
+    else, and 95 % completed may then be 98."""
+    measures = verdict.measures
+    lucky = verdict.level_class is LevelClass.KEEPS_UP and measures.completion_rate < KEEPS_UP * measures.offered
+    return verdict.phase is not Phase.BEYOND or not lucky
 
 
 def corrected_knee_of(sweep: Sequence[Verdict]) -> Interval | None:
@@ -163,7 +174,7 @@ def peak_of(sweep: Sequence[Verdict]) -> Verdict:
     """The group that shows what the service can do: the highest rate that it keeps up with, or, if that is more, the
     median group from 1.1 to 1.5 times it. The best of many levels would be a lucky one, and the better the more levels
     there are; where nothing keeps up, it has to do. sweep: not empty."""
-    low = bracket(sweep, lambda verdict: verdict.level_class is LevelClass.KEEPS_UP).low
+    low = _knee_bracket(sweep).low
     ordered = sorted(sweep, key=_corrected_goodput)
     if low is None:
         return ordered[-1]

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from loadtest import classify
@@ -132,6 +133,23 @@ async def test_a_whole_map_is_judged_again_from_its_rows_alone(tmp_path: Path) -
         assert level.concurrency or len(result.schedule(level)) == round(
             level.rate * (level.window_start - level.start)  # type: ignore[operator]
         ) + round(level.rate * (level.window_end - level.window_start))  # type: ignore[operator]
+
+
+def test_luck_beyond_the_knee_does_not_move_it() -> None:
+    """A level of 20 s at 1.2 times the knee may complete 95 % and be within its luck of 98."""
+    known = grade([asyncio.run(stepping().run(LevelPlan(phase=Phase.BISECT, rate=60.0, **FILLING)))], LIMITS)
+
+    def level(rate: float, share: float, level_class: LevelClass, phase: Phase = Phase.BISECT) -> Verdict:
+        measures = msgspec.structs.replace(known.measures, offered=rate, completion_rate=share * rate)
+        return msgspec.structs.replace(known, rate=rate, phase=phase, level_class=level_class, measures=measures)
+
+    keeps, full = LevelClass.KEEPS_UP, LevelClass.SATURATED_STABLE
+    sweep = [level(58.0, 0.99, keeps), level(60.0, 0.94, full), level(85.0, 0.7, full, Phase.BEYOND)]
+    knee = knee_of(sweep)
+    assert knee is not None
+    assert knee.high == 60.0
+    assert knee_of(in_order([*sweep, level(70.0, 0.95, keeps, Phase.BEYOND)])) == knee
+    assert knee_of(in_order([*sweep, level(70.0, 0.99, keeps, Phase.BEYOND)])) != knee  # that one surely keeps up
 
 
 def test_goodput_is_of_what_was_served() -> None:
