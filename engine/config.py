@@ -4,6 +4,7 @@ loads."""
 from __future__ import annotations
 
 import enum
+import math
 
 import msgspec
 
@@ -108,8 +109,9 @@ def check_config(config: EngineConfig) -> None:
     if not 0.0 < config.gpu_memory_utilization <= 1.0:
         problem = f"gpu_memory_utilization must be in (0, 1], not {config.gpu_memory_utilization}"
         raise ConfigurationError(problem, "gpu_memory_utilization")
-    if not config.swap_space_gib >= 0.0:  # NaN, too
-        raise ConfigurationError(f"swap_space_gib must be at least 0, not {config.swap_space_gib}", "swap_space_gib")
+    if not 0.0 <= config.swap_space_gib < math.inf:  # NaN, too
+        problem = f"swap_space_gib must be a number of at least 0, not {config.swap_space_gib}"
+        raise ConfigurationError(problem, "swap_space_gib")
     if config.preemption_mode is PreemptionMode.SWAP and not config.swap_space_gib:
         problem = "preemption_mode swap needs host memory: set swap_space_gib"
         raise ConfigurationError(problem, "preemption_mode", "swap_space_gib")

@@ -61,10 +61,10 @@ def flag(name: str, text: str, **options: Any) -> Any:
     return typer.Option(name, help=text, envvar=variable, **options)
 
 
-def check_finite(seconds: float | None) -> float | None:
-    if seconds is not None and not math.isfinite(seconds):
-        raise typer.BadParameter(f"{seconds} is not a finite number")
-    return seconds
+def check_finite(value: float | None) -> float | None:
+    if value is not None and not math.isfinite(value):
+        raise typer.BadParameter(f"{value} is not a finite number")
+    return value
 
 
 @app.command()
@@ -97,7 +97,13 @@ def serve(
         float, flag("--gpu-memory-utilization", "Share of GPU memory to claim.", min=0.01, max=1.0)
     ] = ENGINE.gpu_memory_utilization,
     swap_space_gib: Annotated[
-        float, flag("--swap-space-gib", "Host memory for KV blocks of preempted requests, in GiB.", min=0.0)
+        float,
+        flag(
+            "--swap-space-gib",
+            "Host memory for KV blocks of preempted requests, in GiB.",
+            min=0.0,
+            callback=check_finite,
+        ),
     ] = ENGINE.swap_space_gib,
     preemption_mode: Annotated[
         PreemptionMode,

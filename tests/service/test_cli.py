@@ -340,6 +340,7 @@ async def test_capacity_watch_follows_until_the_server_drains() -> None:
         (("served",), "served"),
         (("serve", "--model", "demo", "--heartbeat-timeout", "inf"), "--heartbeat-timeout"),
         (("serve", "--model", "demo", "--drain-timeout", "nan"), "--drain-timeout"),
+        (("serve", "--model", "demo", "--swap-space-gib", "inf"), "--swap-space-gib"),
         (("generate", "x", "--max-tokens", "0"), "--max-tokens"),
         (("generate", "x", "--max-tokens", str(2**31)), "--max-tokens"),
         (("generate", "x", "--sampling-seed", str(2**64)), "--sampling-seed"),
