@@ -16,7 +16,7 @@ from engine.engine import Engine
 from engine.generation_result import GeneratedCandidate, GenerationResult
 from engine.types import GenerationRequest, RequestFailed, RequestFinished
 from tests.mixture import random_request
-from tests.model.tiny import byte_level_tokenizer, write_tiny_model
+from tests.model.tiny import write_byte_level_model
 from tests.test_engine import engine
 
 Told = tuple[list[int], list[Any], Any]
@@ -32,9 +32,7 @@ ENGINES: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = write_tiny_model(tmp_path_factory.mktemp("qwen2"), "qwen2")
-    byte_level_tokenizer().save(str(path / "tokenizer.json"))
-    return path
+    return write_byte_level_model(tmp_path_factory.mktemp("qwen2"), "qwen2")
 
 
 @pytest.fixture(scope="module")

@@ -26,7 +26,7 @@ from engine.types import (
     StopCriteria,
 )
 from tests.grammar.test_compiler import nested_all_of
-from tests.model.tiny import byte_level_tokenizer, write_tiny_model
+from tests.model.tiny import write_byte_level_model
 from tests.test_clients_of_engine import Client, Collector, config, idle, item, started
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -37,9 +37,7 @@ HOSTILE = Grammar(GrammarKind.JSON_SCHEMA, nested_all_of(30))
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = write_tiny_model(tmp_path_factory.mktemp("llama"), "llama")
-    byte_level_tokenizer().save(str(path / "tokenizer.json"))
-    return path
+    return write_byte_level_model(tmp_path_factory.mktemp("llama"), "llama")
 
 
 @pytest_asyncio.fixture(params=["thread", "process"], scope="module", loop_scope="module")

@@ -33,7 +33,7 @@ from engine.types import (
 )
 from engine.worker import create_engine
 from tests.grammar.test_compiler import AMBIGUOUS, nested_all_of
-from tests.model.tiny import byte_level_tokenizer, write_tiny_model
+from tests.model.tiny import write_byte_level_model
 from tests.test_engine import engine, request
 from tests.test_engine_sampling import answering_late
 
@@ -43,9 +43,7 @@ REGEX = Grammar(GrammarKind.REGEX, "[a-c]{3,9}-[0-9]{2}")
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = write_tiny_model(tmp_path_factory.mktemp("qwen2"), "qwen2")
-    byte_level_tokenizer().save(str(path / "tokenizer.json"))
-    return path
+    return write_byte_level_model(tmp_path_factory.mktemp("qwen2"), "qwen2")
 
 
 @pytest.fixture(scope="module")

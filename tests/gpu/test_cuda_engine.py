@@ -19,7 +19,7 @@ from engine.run.buckets import decode_buckets
 from engine.run.cuda_runner import CudaRunner
 from engine.text.tokenizer import Tokenizer
 from engine.types import FinishReason, GenerationRequest, Grammar, GrammarKind, SamplingParameters, StopCriteria
-from tests.model.tiny import byte_level_tokenizer, write_tiny_model
+from tests.model.tiny import write_byte_level_model, write_tiny_model
 from tests.near_tie import BF16_GAP, assert_same_or_near_tie
 
 pytestmark = pytest.mark.gpu
@@ -276,8 +276,7 @@ def test_edited_draws_equal_the_cpus_beside_plain_ones(tiny: Path) -> None:
 
 
 def test_answers_follow_their_grammars_beside_free_ones(tmp_path: Path) -> None:
-    path = write_tiny_model(tmp_path, "qwen3", head_dim=128)
-    byte_level_tokenizer().save(str(path / "tokenizer.json"))
+    path = write_byte_level_model(tmp_path, "qwen3", head_dim=128)
     tokenizer, shared = Tokenizer.load(str(path)), engine(path)
     items = [
         GenerationRequest(

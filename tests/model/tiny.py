@@ -95,6 +95,13 @@ def write_tokenizer(path: Path, chat_template: str = CHAT_TEMPLATE, add_bos: boo
     return path
 
 
+def write_byte_level_model(path: Path, family: str = "llama", **overrides: Any) -> Path:
+    """The same with a tokenizer whose tokens spell any bytes, as grammars need."""
+    write_tiny_model(path, family, **overrides)
+    byte_level_tokenizer().save(str(path / "tokenizer.json"))
+    return path
+
+
 def byte_level_tokenizer() -> tokenizers.Tokenizer:
     backend = tokenizers.Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
