@@ -12,6 +12,7 @@ from engine.errors import ConfigurationError
 
 MOST_BLOCK_SIZE = 256  # tokens
 MOST_COUNT = 2**31 - 1  # of any figure that counts something
+MOST_SEED = 2**64 - 1  # of weights and of requests
 
 
 class Device(enum.StrEnum):
@@ -99,6 +100,8 @@ def check_config(config: EngineConfig) -> None:
             raise ConfigurationError(f"{name} must be at least {bound}, not {value}", name)
         if value is not None and value > MOST_COUNT:
             raise ConfigurationError(f"{name} must be at most {MOST_COUNT}, not {value}", name)
+    if not 0 <= config.seed <= MOST_SEED:
+        raise ConfigurationError(f"seed must be within 0 to {MOST_SEED}, not {config.seed}", "seed")
     size = config.block_size
     if size > MOST_BLOCK_SIZE or size & (size - 1):
         problem = f"block_size must be a power of two of at most {MOST_BLOCK_SIZE}, not {size}"

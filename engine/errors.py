@@ -9,7 +9,8 @@ class EngineError(Exception):
 
 class ConfigurationError(EngineError):
     """The engine cannot start as asked: unknown path, architecture, quantisation, damaged file, too little memory.
-    `settings`: the fields of EngineConfig that the message names, for those who call them otherwise."""
+    `settings`: the fields of EngineConfig that the message names, each where its name stands first, for those who call
+    them otherwise."""
 
     def __init__(self, message: str, *settings: str) -> None:
         super().__init__(message)

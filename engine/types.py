@@ -27,7 +27,7 @@ class SamplingParameters(msgspec.Struct, frozen=True):
     repetition_penalty: over prompt and output, as Hugging Face has it; presence_penalty, frequency_penalty: over the
     output, as OpenAI has them. logit_bias: added to the model's logits, before anything else. allowed_token_ids: empty
     allows all.
-    seed: makes the output reproducible whatever it is batched with; None draws one at admission.
+    seed: 64 bits, unsigned; makes the output reproducible whatever it is batched with; None draws one at admission.
     n: candidates of one prompt, each with its own seed derived from `seed` and its index.
     """
 

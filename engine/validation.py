@@ -7,6 +7,7 @@ from collections.abc import Collection, Sequence
 
 import numpy as np
 
+from engine.config import MOST_SEED
 from engine.errors import InvalidRequestError
 from engine.step_arrays import ids_array
 from engine.types import GenerationRequest, SamplingParameters
@@ -46,6 +47,8 @@ def _check_sampling(sampling: SamplingParameters, vocab_size: int) -> None:
         raise InvalidRequestError("sampling.top_k", f"is {sampling.top_k}, below 0")
     if sampling.repetition_penalty <= 0:
         raise InvalidRequestError("sampling.repetition_penalty", f"is {sampling.repetition_penalty:g}, not above 0")
+    if sampling.seed is not None and not 0 <= sampling.seed <= MOST_SEED:
+        raise InvalidRequestError("sampling.seed", f"is {sampling.seed}, not within 0 to {MOST_SEED}")
     _check_ids("sampling.logit_bias", sampling.logit_bias, vocab_size)
     if not all(map(math.isfinite, sampling.logit_bias.values())):
         raise InvalidRequestError("sampling.logit_bias", "has a bias that is not a finite number")

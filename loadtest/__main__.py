@@ -35,6 +35,9 @@ from loadtest.target import TargetError
 
 ERRORS = (TargetError, LaunchError, FleetError, MixError, NoSuchFaultError, ResultError, ScheduleError)
 
+MOST_SECONDS = 7 * 24 * 3600.0  # what the service takes as a request's timeout
+MOST_SEED = 2**32 - 1
+
 Value = TypeVar("Value")
 
 
@@ -51,11 +54,20 @@ class Process(StrEnum):
 app = typer.Typer(
     rich_markup_mode=None,
     help="Load tests of a running service, through its public proto.",
-    no_args_is_help=True,
+    invoke_without_command=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
 console = Console()
+
+
+def duration(name: str, text: str, least: float, most: float = MOST_SECONDS) -> Any:
+    return typer.Option(name, help=text, min=least, max=most)
+
+
+def seed_of(text: str) -> Any:
+    return typer.Option("--seed", help=text, min=0, max=MOST_SEED)
+
 
 Out = Annotated[Path | None, typer.Option("--out", help="Folder of the result; default build/load/KIND-TIME.")]
 Address = Annotated[str, typer.Option("--address", help="HOST:PORT of a service that runs; default: start one.")]
@@ -63,8 +75,15 @@ MetricsUrl = Annotated[str | None, typer.Option("--metrics-url", help="Its Prome
 Pid = Annotated[int | None, typer.Option("--pid", help="Its process id on this machine, with --address.")]
 Model = Annotated[str, typer.Option("--model", help="What to serve when a service is started.")]
 Serve = Annotated[str, typer.Option("--serve", help='More flags of `serve`, as in --serve "--max-num-seqs 16".')]
-Seed = Annotated[int, typer.Option("--seed", help="Of schedules and prompts.")]
+Seed = Annotated[int, seed_of("Of schedules and prompts.")]
 Clients = Annotated[int, typer.Option("--clients", help="Client processes.", min=1)]
+
+
+@app.callback()
+def loadtest(context: typer.Context) -> None:
+    """Load tests of a running service, through its public proto."""
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
 
 
 @app.command("map")
@@ -82,17 +101,17 @@ def map_service(
     transport: Annotated[
         Transport, typer.Option("--transport", help="An RPC a request, or multiplexed.")
     ] = Transport.STREAM,
-    ttft: Annotated[float, typer.Option("--ttft", help="Limit of a good request, seconds.", min=0.001)] = 2.0,
-    tpot: Annotated[float, typer.Option("--tpot", help="Limit of a good request, seconds.", min=0.0001)] = 0.1,
+    ttft: Annotated[float, duration("--ttft", "Limit of a good request, seconds.", 0.001)] = 2.0,
+    tpot: Annotated[float, duration("--tpot", "Limit of a good request, seconds.", 0.0001)] = 0.1,
     process: Annotated[Process, typer.Option("--process", help="Of arrivals; replay: of --trace.")] = Process.POISSON,
     cv: Annotated[float, typer.Option("--cv", help="Coefficient of variation of gamma's gaps.", min=0.05)] = 2.0,
     size: Annotated[int, typer.Option("--burst-size", help="Requests that come at once, with burst.", min=1)] = 8,
     trace: Annotated[
         Path | None, typer.Option("--trace", help="To replay, stretched to each rate: a schedule or a JSONL trace.")
     ] = None,
-    window: Annotated[float, typer.Option("--window", help="Measured seconds of a level, at least.", min=1.0)] = 30.0,
-    warm_up: Annotated[float, typer.Option("--warm-up", help="Seconds before them, at least.", min=0.0)] = 6.0,
-    minutes: Annotated[float, typer.Option("--minutes", help="Budget; refinement stops for it.", min=0.1)] = 14.5,
+    window: Annotated[float, duration("--window", "Measured seconds of a level, at least.", 1.0)] = 30.0,
+    warm_up: Annotated[float, duration("--warm-up", "Seconds before them, at least.", 0.0)] = 6.0,
+    minutes: Annotated[float, duration("--minutes", "Budget; refinement stops for it.", 0.1, MOST_SECONDS / 60)] = 14.5,
 ) -> None:
     """Finds the knee, goes beyond it, and comes back. Ctrl-C keeps what was measured."""
     settings = Settings(
@@ -137,8 +156,8 @@ def faults(
     rate: Annotated[
         float | None, typer.Option("--rate", help="Requests/s beside the faults; default: 0.4 of what it takes.")
     ] = None,
-    ttft: Annotated[float, typer.Option("--ttft", help="Of a probe that counts as served, seconds.", min=0.001)] = 2.0,
-    seconds: Annotated[float, typer.Option("--seconds", help="Measured seconds of a fault.", min=2.0)] = 10.0,
+    ttft: Annotated[float, duration("--ttft", "Of a probe that counts as served, seconds.", 0.001)] = 2.0,
+    seconds: Annotated[float, duration("--seconds", "Measured seconds of a fault.", 2.0)] = 10.0,
 ) -> None:
     """Does things to a service under load, each to a fresh one, and says what every class of requests saw of it."""
     options = SessionOptions(
@@ -172,8 +191,8 @@ def overhead(
         Transport, typer.Option("--transport", help="An RPC a request, or multiplexed.")
     ] = Transport.MULTIPLEXED,
     streams: Annotated[int, typer.Option("--streams", help="Streams of each client, multiplexed.", min=1)] = 8,
-    seconds: Annotated[float, typer.Option("--seconds", help="Measured seconds of a level.", min=1.0)] = 10.0,
-    warm_up: Annotated[float, typer.Option("--warm-up", help="Seconds before them.", min=0.0)] = 2.0,
+    seconds: Annotated[float, duration("--seconds", "Measured seconds of a level.", 1.0)] = 10.0,
+    warm_up: Annotated[float, duration("--warm-up", "Seconds before them.", 0.0)] = 2.0,
 ) -> None:
     """What the service costs around the forward pass, with a tiny model of fixed weights."""
     options = SessionOptions(
@@ -257,7 +276,7 @@ def compare(
     out: Annotated[
         Path | None, typer.Option("--out", help="Folder of the page; default build/load/compare-TIME.")
     ] = None,
-    seed: Annotated[int, typer.Option("--seed", help="Of the intervals' draws.")] = 1,
+    seed: Annotated[int, seed_of("Of the intervals' draws.")] = 1,
 ) -> None:
     """Is the second result faster, slower, the same? Paired by level, with intervals; a table and a page."""
     from loadtest.compare import CompareError
@@ -348,5 +367,14 @@ def guarded(main: Callable[[], Coroutine[Any, Any, Value]]) -> Value:
     return result
 
 
+def main() -> None:
+    """A command line that is wrong is one line on standard error, too."""
+    try:
+        sys.exit(app(prog_name="python -m loadtest", standalone_mode=False))
+    except typer.TyperException as error:
+        print("loadtest:", *error.format_message().split(), file=sys.stderr)
+        sys.exit(error.exit_code)
+
+
 if __name__ == "__main__":
-    app()
+    main()

@@ -15,10 +15,11 @@ import typer
 from rich.console import Console
 
 from engine import AllocatorKind, Device, EngineConfig, LoadFormat
-from engine.config import PreemptionMode
+from engine.config import MOST_SEED, PreemptionMode
 from octavo.v1 import generation_pb2
 from service.client import Client, GenerationError, chat_request, prompt_request
 from service.config import ServiceConfig
+from service.convert.fields import MAX_TIMEOUT_SECONDS
 from service.logs import LogLevel, configure_logs
 from service.security import SecurityConfig
 from service.version import version
@@ -26,7 +27,6 @@ from service.version import version
 ENGINE = EngineConfig()  # the defaults of the flags
 SERVICE = ServiceConfig()
 MOST_TOKENS = 2**31 - 1
-MOST_SEED = 2**64 - 1
 
 app = typer.Typer(
     rich_markup_mode=None,
@@ -61,10 +61,15 @@ def flag(name: str, text: str, **options: Any) -> Any:
     return typer.Option(name, help=text, envvar=variable, **options)
 
 
-def check_finite(value: float | None) -> float | None:
-    if value is not None and not math.isfinite(value):
+def check_finite(value: float) -> float:
+    if not math.isfinite(value):
         raise typer.BadParameter(f"{value} is not a finite number")
     return value
+
+
+def duration(name: str, text: str, *, least: float = 0.0) -> Any:
+    """A flag in seconds, of a week at most: what is not over by then was meant to be off."""
+    return flag(name, text, min=least, max=MAX_TIMEOUT_SECONDS)
 
 
 @app.command()
@@ -134,40 +139,25 @@ def serve(
     batch_invariant: Annotated[
         bool, flag("--batch-invariant", "The same bits for a request in any company and under preemption; slower.")
     ] = ENGINE.batch_invariant,
-    seed: Annotated[int, flag("--seed", "For random weights of --load-format dummy.")] = ENGINE.seed,
+    seed: Annotated[
+        int, flag("--seed", "For random weights of --load-format dummy.", min=0, max=MOST_SEED)
+    ] = ENGINE.seed,
     num_threads: Annotated[
         int | None, flag("--num-threads", "CPU threads of the engine; default: one a core.", min=1)
     ] = ENGINE.num_threads,
     drain_timeout: Annotated[
-        float,
-        flag("--drain-timeout", "Seconds that running requests get after SIGTERM.", min=0.0, callback=check_finite),
+        float, duration("--drain-timeout", "Seconds that running requests get after SIGTERM.")
     ] = SERVICE.drain_timeout,
     drain_grace: Annotated[
         float,
-        flag(
-            "--drain-grace",
-            "Seconds at least that new requests are told to go elsewhere after SIGTERM.",
-            min=0.0,
-            callback=check_finite,
-        ),
+        duration("--drain-grace", "Seconds at least that new requests are told to go elsewhere after SIGTERM."),
     ] = SERVICE.drain_grace,
     heartbeat_timeout: Annotated[
-        float,
-        flag(
-            "--heartbeat-timeout",
-            "Seconds of engine silence until health says NOT_SERVING.",
-            min=0.1,
-            callback=check_finite,
-        ),
+        float, duration("--heartbeat-timeout", "Seconds of engine silence until health says NOT_SERVING.", least=0.1)
     ] = SERVICE.heartbeat_timeout,
     hang_timeout: Annotated[
         float | None,
-        flag(
-            "--hang-timeout",
-            "Seconds without progress until the engine is killed; 2.5, on a CPU 10.",
-            min=0.1,
-            callback=check_finite,
-        ),
+        duration("--hang-timeout", "Seconds without progress until the engine is killed; 2.5, on a CPU 10.", least=0.1),
     ] = SERVICE.hang_timeout,
     restart_engine: Annotated[
         bool, flag("--restart-engine", "Replace an engine that died; without it the service stays NOT_SERVING.")

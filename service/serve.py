@@ -138,7 +138,7 @@ def with_flags(error: ConfigurationError) -> str:
     """The error's message, with the names that the settings it speaks of have on the command line."""
     message = str(error)
     for setting in error.settings:
-        message = message.replace(setting, flag_of(setting))
+        message = message.replace(setting, flag_of(setting), 1)
     return message
 
 

@@ -246,6 +246,8 @@ def test_candidates_go_on_when_one_ends(shared: Engine) -> None:
         (SamplingParameters(repetition_penalty=0.0), StopCriteria(), "sampling.repetition_penalty"),
         (SamplingParameters(presence_penalty=math.inf), StopCriteria(), "sampling.presence_penalty"),
         (SamplingParameters(frequency_penalty=math.nan), StopCriteria(), "sampling.frequency_penalty"),
+        (SamplingParameters(seed=2**64), StopCriteria(), "sampling.seed"),
+        (SamplingParameters(seed=-1), StopCriteria(), "sampling.seed"),
         (SamplingParameters(logit_bias={10**6: 1.0}), StopCriteria(), "sampling.logit_bias"),
         (SamplingParameters(logit_bias={3: math.inf}), StopCriteria(), "sampling.logit_bias"),
         (SamplingParameters(allowed_token_ids=[-1]), StopCriteria(), "sampling.allowed_token_ids"),

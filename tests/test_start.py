@@ -12,7 +12,7 @@ import pytest
 import torch
 import typer
 
-from engine.config import EngineConfig, PreemptionMode, check_config
+from engine.config import EngineConfig, LoadFormat, PreemptionMode, check_config
 from engine.engine import Engine
 from engine.errors import ConfigurationError
 from engine.model.buffers import buffer_bytes
@@ -47,6 +47,16 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ({"block_size": 100_000}, "--block-size must be a power of two of at most 256, not 100000"),
         ({"gpu_memory_utilization": 0.0}, r"--gpu-memory-utilization must be in \(0, 1\], not 0\.0"),
         ({"num_threads": 10**6}, "--num-threads 1000000: "),
+        ({"seed": 2**64}, "--seed must be within 0 to 18446744073709551615, not 18446744073709551616$"),
+        ({"seed": -1}, "--seed must be within 0 to 18446744073709551615, not -1$"),
+        (
+            {"load_format": LoadFormat.GGUF},
+            r"--load-format gguf reads a \.gguf file, and .*/m is a directory: give auto",
+        ),
+        (
+            {"model": "demo", "load_format": LoadFormat.SAFETENSORS},
+            r"--load-format safetensors reads a directory, and .* is a \.gguf file: give auto or gguf$",
+        ),
         ({"dtype": "float16"}, "not supported on cpu: --dtype float16"),
         ({"dtype": "int7"}, "--dtype 'int7' is unknown"),
         ({"max_queued_tokens": 10**20}, "--max-queued-tokens must be at most 2147483647, not 100000000000000000000"),
@@ -72,6 +82,15 @@ def test_the_service_says_so_in_one_line(tiny: Path, capsys: pytest.CaptureFixtu
     config = EngineConfig(model=str(tiny), num_threads=1, kv_cache_tokens=15)
     assert asyncio.run(serve(config, ServiceConfig(port=0), in_process_engine=True)) == 2
     assert capsys.readouterr().err == "octavo: --kv-cache-tokens 15 is less than one block of 16\n"
+
+
+def test_a_model_without_weights_is_told_how_to_be_served(tmp_path: Path) -> None:
+    path = write_tiny_model(tmp_path / "m", "llama")
+    (path / "model.safetensors").unlink()
+    with pytest.raises(ConfigurationError) as caught:
+        Engine(EngineConfig(model=str(path), num_threads=1))
+    problem = "no model.safetensors and no model.safetensors.index.json; --load-format dummy needs no weights"
+    assert with_flags(caught.value) == f"--model {path}: {problem}"
 
 
 def test_weights_that_are_no_numbers_are_not_served(tmp_path: Path) -> None:
@@ -120,6 +139,8 @@ def test_flags_and_checks_have_the_same_bounds() -> None:
 def test_errors_name_the_flags_of_the_settings_that_they_speak_of() -> None:
     spoken = ConfigurationError("block_size 8: lower max_model_len", "block_size", "max_model_len")
     assert with_flags(spoken) == "--block-size 8: lower --max-model-len"
+    again = ConfigurationError("model /a/model: no model in it", "model")
+    assert with_flags(again) == "--model /a/model: no model in it"
     other = ConfigurationError("/models/max_num_seqs/m: no such model directory")
     assert with_flags(other) == "/models/max_num_seqs/m: no such model directory"
 

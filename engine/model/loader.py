@@ -183,7 +183,7 @@ def _open(source: ModelSource, config: EngineConfig) -> tuple[ModelSpec, TensorS
     if source.kind is SourceKind.GGUF:
         return _open_gguf(source, config)
     if config.load_format is LoadFormat.GGUF:
-        raise ConfigurationError(f"{source.path}: load format gguf needs a .gguf file")
+        raise _unreadable("gguf", f"a .gguf file, and {source.path} is a directory", "safetensors")
     spec = spec_from_directory(source.path)
     if config.load_format is LoadFormat.DUMMY:
         return spec, DummySource(spec, config.seed)
@@ -195,9 +195,13 @@ def _open_gguf(source: ModelSource, config: EngineConfig) -> tuple[ModelSpec, Te
     from engine.model.gguf_weights import GgufSource
 
     if config.load_format is LoadFormat.SAFETENSORS:
-        raise ConfigurationError(f"{source.path}: load format safetensors needs a directory")
+        raise _unreadable("safetensors", f"a directory, and {source.path} is a .gguf file", "gguf")
     file = read_gguf(source.path)
     spec = spec_from_gguf(file)
     if config.load_format is LoadFormat.DUMMY:
         return spec, DummySource(spec, config.seed)
     return spec, GgufSource(file, spec)
+
+
+def _unreadable(load_format: str, problem: str, right: str) -> ConfigurationError:
+    return ConfigurationError(f"load_format {load_format} reads {problem}: give auto or {right}", "load_format")

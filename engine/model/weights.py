@@ -150,7 +150,8 @@ class SafetensorsSource:
             return [SafetensorsFile(directory / SINGLE)]
         if (directory / INDEX).exists():
             return _open_shards(directory)
-        raise ConfigurationError(f"{directory}: no {SINGLE} and no {INDEX}{_pickle_hint(directory)}")
+        hint = _pickle_hint(directory) or "; load_format dummy needs no weights"
+        raise ConfigurationError(f"model {directory}: no {SINGLE} and no {INDEX}{hint}", "model", "load_format")
 
 
 def _pickle_hint(directory: Path) -> str:

@@ -10,7 +10,7 @@ def candidate_seed(seed: int, candidate: int) -> int:
     """64 bits: the request's own seed for candidate 0, for a later one the candidate-th output of SplitMix64 started
     from it. Requests whose seeds follow one another so have no candidate in common."""
     if candidate == 0:
-        return seed & _MASK
+        return seed
     mixed = (seed + candidate * _GOLDEN) & _MASK
     mixed = ((mixed ^ (mixed >> 30)) * _FIRST) & _MASK
     mixed = ((mixed ^ (mixed >> 27)) * _SECOND) & _MASK

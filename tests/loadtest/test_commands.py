@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from loadtest.__main__ import app
+from loadtest.__main__ import app, main
 from loadtest.faults import FAULTS
 from loadtest.judgements import LevelClass, Regime
 from loadtest.launch import LaunchError, Service
@@ -49,6 +49,40 @@ async def test_what_a_person_can_put_right_is_one_line(
     assert code == 2, err
     assert problem in err
     assert len(err.strip().splitlines()) == 1
+
+
+WEEK, SEED = "604800", str(2**32 - 1)
+
+
+@pytest.mark.parametrize(
+    ("command", "flag", "most"),
+    [
+        ("map", "--ttft", WEEK),
+        ("map", "--tpot", WEEK),
+        ("map", "--window", WEEK),
+        ("map", "--warm-up", WEEK),
+        ("map", "--minutes", "10080"),
+        ("map", "--seed", SEED),
+        ("faults", "--ttft", WEEK),
+        ("faults", "--seconds", WEEK),
+        ("overhead", "--seconds", WEEK),
+        ("overhead", "--warm-up", WEEK),
+        ("compare", "--seed", SEED),
+    ],
+)
+def test_a_flag_beyond_its_bound_is_one_line(
+    command: str, flag: str, most: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for value in [str(2**64)] if flag == "--seed" else ["1e300", "inf", "nan"]:
+        monkeypatch.setattr(sys, "argv", ["loadtest", command, flag, value])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        out, err = capsys.readouterr()
+        assert (ended.value.code, out) == (2, "")
+        (line,) = err.splitlines()
+        assert line.startswith("loadtest: ")
+        assert flag in line
+        assert most in line
 
 
 @pytest.mark.parametrize("arguments", [["--process", "replay"], ["--trace", "trace.jsonl"]])

@@ -183,10 +183,10 @@ class TestResolve:
     def test_refusals(self, tmp_path: Path) -> None:
         (tmp_path / "w.bin").write_bytes(b"x")
         cases = {
-            "": "no model given",
-            "no/such/model": "no/such/model: no such model directory or file",
-            str(tmp_path): "no config.json and no .gguf file",
-            str(tmp_path / "w.bin"): "not a .gguf file",
+            "": "^model is empty: give demo, ",
+            "no/such/model": "^model no/such/model: no such directory or file, and nothing is downloaded; give demo, ",
+            str(tmp_path): "^model .*: no config.json and no .gguf file; give demo, ",
+            str(tmp_path / "w.bin"): "^model .*/w.bin: not a .gguf file",
         }
         for given, cause in cases.items():
             with pytest.raises(ConfigurationError, match=cause):

@@ -35,6 +35,7 @@ from tests.service.process import ROOT, Process, run_command, server_process
 from tests.service.server import free_port
 
 Parse = Callable[..., tuple[EngineConfig, ServiceConfig, bool]]
+Refused = Callable[..., str]
 Result = TypeVar("Result")
 FAKE = ("-m", "tests.service.fake_server")
 
@@ -68,6 +69,23 @@ def parsed(monkeypatch: pytest.MonkeyPatch) -> Parse:
         return seen[0]
 
     return parse
+
+
+@pytest.fixture
+def refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Refused:
+    """Runs a command line that must be refused; gives the one line that says why."""
+
+    def refuse(*arguments: str) -> str:
+        monkeypatch.setattr(sys, "argv", ["octavo", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        out, err = capsys.readouterr()
+        assert (ended.value.code, out) == (2, "")
+        (line,) = err.splitlines()
+        assert line.startswith("octavo: ")
+        return line
+
+    return refuse
 
 
 def test_defaults(parsed: Parse) -> None:
@@ -168,13 +186,20 @@ def test_every_engine_setting_has_a_flag() -> None:
     assert set(EngineConfig.__struct_fields__) <= set(parameters)
 
 
-@pytest.mark.parametrize("name", ["/nowhere/model", "no-such-hub/model"])
-async def test_unknown_model_is_one_line_and_exit_code_2(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert await service.serve.serve(EngineConfig(model=name), ServiceConfig(port=0)) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert len(err.splitlines()) == 1
-    assert name in err
+@pytest.mark.parametrize(
+    ("model", "problem"),
+    [
+        ("", "--model is empty"),
+        ("/nowhere/model", "--model /nowhere/model: no such directory or file, and nothing is downloaded"),
+        ("no-such-hub/model", "--model no-such-hub/model: no such directory or file, and nothing is downloaded"),
+    ],
+)
+async def test_unknown_model_is_one_line_and_exit_code_2(
+    model: str, problem: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert await service.serve.serve(EngineConfig(model=model), ServiceConfig(port=0)) == 2
+    give = "give demo, a model's directory or a .gguf file"
+    assert capsys.readouterr() == ("", f"octavo: {problem}{':' if not model else ';'} {give}\n")
 
 
 @pytest.mark.parametrize("setting", ["port", "metrics_port", "admin_port"])
@@ -340,6 +365,8 @@ async def test_capacity_watch_follows_until_the_server_drains() -> None:
         (("served",), "served"),
         (("serve", "--model", "demo", "--heartbeat-timeout", "inf"), "--heartbeat-timeout"),
         (("serve", "--model", "demo", "--drain-timeout", "nan"), "--drain-timeout"),
+        (("serve", "--model", "demo", "--seed", str(2**64)), "--seed"),
+        (("serve", "--model", "demo", "--seed", "-1"), "--seed"),
         (("serve", "--model", "demo", "--swap-space-gib", "inf"), "--swap-space-gib"),
         (("generate", "x", "--max-tokens", "0"), "--max-tokens"),
         (("generate", "x", "--max-tokens", str(2**31)), "--max-tokens"),
@@ -351,17 +378,16 @@ async def test_capacity_watch_follows_until_the_server_drains() -> None:
         (("generate", "\udcff"), "PROMPT is not valid UTF-8"),
     ],
 )
-def test_users_mistakes_are_one_line_and_exit_code_2(
-    arguments: tuple[str, ...], named: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["octavo", *arguments])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    out, err = capsys.readouterr()
-    assert (ended.value.code, out) == (2, "")
-    (line,) = err.splitlines()
-    assert line.startswith("octavo: ")
-    assert named in line
+def test_users_mistakes_are_one_line_and_exit_code_2(arguments: tuple[str, ...], named: str, refused: Refused) -> None:
+    assert named in refused(*arguments)
+
+
+@pytest.mark.parametrize("flag", ["--drain-timeout", "--drain-grace", "--heartbeat-timeout", "--hang-timeout"])
+@pytest.mark.parametrize("value", ["604801", "1e300", "inf", "nan"])
+def test_no_time_is_longer_than_a_week(flag: str, value: str, refused: Refused) -> None:
+    line = refused("serve", "--model", "demo", flag, value)
+    assert flag in line
+    assert "604800" in line
 
 
 @pytest.mark.parametrize(
