@@ -1,5 +1,7 @@
 """A small typed client: one channel that retries by service config, requests multiplexed over one stream.
 
+A request that comes while an engine starts waits for it: gRPC's own retries are a few, and a start may take minutes.
+
 It reads and writes the public messages themselves; `prompt_request` and `chat_request` build the usual ones.
 """
 
@@ -8,12 +10,15 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import math
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from types import TracebackType
 from typing import Any, Self
 
 import grpc
+from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2
 from grpc import aio
 from grpc_status import rpc_status
@@ -23,6 +28,9 @@ from octavo.v1 import capacity_pb2, capacity_pb2_grpc, generation_pb2, generatio
 WRITE_FAULT = "Internal error from Core"
 MOST_MESSAGE_BYTES = 4 << 20  # what the service takes
 STATUS_SECONDS = 5.0  # a busy machine may take a while to refuse
+# Reasons of refusals that an engine which starts, or is about to be replaced, puts an end to.
+STARTING = frozenset({"ENGINE_STARTING", "ENGINE_STALLED"})
+RETRY_SECONDS = 1.0  # where the server does not say
 
 GenerateCall = aio.StreamStreamCall[generation_pb2.GenerateRequest, generation_pb2.GenerateResponse]
 
@@ -51,20 +59,28 @@ SERVICE_CONFIG = json.dumps(
 
 
 class GenerationError(Exception):
-    """A request that failed. `reason` is ErrorInfo's; `usage` is what was used until then."""
+    """A request that failed. `reason` is ErrorInfo's; `usage` is what was used until then; `retry_after` is
+    RetryInfo's, in seconds."""
 
     def __init__(
-        self, code: grpc.StatusCode, reason: str, message: str, usage: generation_pb2.Usage | None = None
+        self,
+        code: grpc.StatusCode,
+        reason: str,
+        message: str,
+        usage: generation_pb2.Usage | None = None,
+        retry_after: float | None = None,
     ) -> None:
         super().__init__(f"{code.name} {reason}: {message}" if reason else f"{code.name}: {message}")
         self.code = code
         self.reason = reason
         self.message = message
         self.usage = usage or generation_pb2.Usage()
+        self.retry_after = retry_after
 
     @classmethod
     def from_status(cls, status: status_pb2.Status, usage: generation_pb2.Usage | None = None) -> Self:
-        return cls(_code(status.code), error_info(status).reason, status.message, usage)
+        reason, retry_after = error_info(status).reason, _retry_after(status)
+        return cls(_code(status.code), reason, status.message, usage, retry_after)
 
     @classmethod
     def from_rpc(cls, error: aio.AioRpcError) -> Self:
@@ -77,10 +93,18 @@ class GenerationError(Exception):
 def error_info(status: status_pb2.Status) -> error_details_pb2.ErrorInfo:
     """The status's ErrorInfo; empty if it has none."""
     info = error_details_pb2.ErrorInfo()
-    for detail in status.details:
-        if detail.Unpack(info):
-            break
+    _unpack(status, info)
     return info
+
+
+def _retry_after(status: status_pb2.Status) -> float | None:
+    info = error_details_pb2.RetryInfo()
+    return info.retry_delay.ToNanoseconds() / 1e9 if _unpack(status, info) else None
+
+
+def _unpack(status: status_pb2.Status, detail: Message) -> bool:
+    """Fills it from the status's first detail of its kind; False if there is none."""
+    return any(packed.Unpack(detail) for packed in status.details)
 
 
 def prompt_request(
@@ -113,9 +137,13 @@ class Client:
         *,
         credentials: grpc.ChannelCredentials | None = None,
         token: str | None = None,
+        patience: float = math.inf,
         options: Sequence[tuple[str, Any]] = (),
     ) -> None:
-        """credentials: TLS; None for plain text. token: sent as bearer token with every call."""
+        """credentials: TLS; None for plain text. token: sent as bearer token with every call. patience: seconds that a
+        request waits while the service says that its engine starts; the request's own `scheduling.timeout` and
+        `queue_timeout`, which run meanwhile, end it, too."""
+        self._patience = patience
         self._metadata = () if token is None else (("authorization", f"Bearer {token}"),)
         channel_options = [("grpc.service_config", SERVICE_CONFIG), ("grpc.enable_retries", 1), *options]
         if credentials is None:
@@ -141,7 +169,7 @@ class Client:
     @asynccontextmanager
     async def session(self) -> AsyncIterator[Session]:
         """One bidirectional stream for any number of concurrent requests. Leaving it cancels what still runs."""
-        session = Session(self._open)
+        session = Session(self._open, self._patience)
         try:
             yield session
         finally:
@@ -170,26 +198,54 @@ class Client:
 
 
 class Session:
-    """A Generate stream. Each request's events come in order to the one who started it."""
+    """A Generate stream. Each request's events come in order to the one who started it. A stream that ended because
+    no engine stood yet, and so without any request, is opened again."""
 
-    def __init__(self, open_call: Callable[[], GenerateCall]) -> None:
-        self._reopen = open_call
-        self._call = open_call()
+    def __init__(self, open_call: Callable[[], GenerateCall], patience: float = math.inf) -> None:
+        """patience: as Client has it."""
+        self._open_call = open_call
+        self._patience = patience
         self._ids = itertools.count(1)
         self._queues: dict[str, asyncio.Queue[generation_pb2.GenerationEvent | GenerationError]] = {}
-        self._ended: GenerationError | None = None
         self._writing = asyncio.Lock()  # gRPC takes one write at a time
+        self._open()
+
+    def _open(self) -> None:
+        self._call = self._open_call()
+        self._ended: GenerationError | None = None
         self._reader = asyncio.create_task(self._read())
 
     async def generate(
         self, start: generation_pb2.StartGeneration
     ) -> AsyncGenerator[generation_pb2.GenerationEvent, None]:
-        """Starts a request and yields its events up to `finished`. Raises GenerationError for `failed`, for the end of
-        the stream, and for a request of more than MOST_MESSAGE_BYTES, which would be the end of the stream for all
-        others if it was sent. Leaving the iteration cancels the request."""
+        """Starts a request, as soon as there is an engine, and yields its events up to `finished`. Raises
+        GenerationError for `failed`, for the end of the stream, and for a request of more than MOST_MESSAGE_BYTES,
+        which would be the end of the stream for all others if it was sent. Leaving the iteration cancels the
+        request."""
         request = generation_pb2.StartGeneration()
         request.CopyFrom(start)
         request.request_id = start.request_id or f"r{next(self._ids)}"
+        limits = Limits(request.scheduling, self._patience)
+        while True:
+            begun = False
+            try:
+                async with aclosing(self._attempt(request)) as events:
+                    async for event in events:
+                        begun = True
+                        yield event
+                return
+            except GenerationError as error:
+                wait = RETRY_SECONDS if error.retry_after is None else error.retry_after
+                if begun or error.reason not in STARTING or limits.seconds_left <= wait:
+                    raise
+            await asyncio.sleep(wait)
+            limits.apply(request.scheduling)
+
+    async def _attempt(
+        self, request: generation_pb2.StartGeneration
+    ) -> AsyncGenerator[generation_pb2.GenerationEvent, None]:
+        if self._ended is not None and self._ended.reason in STARTING:
+            self._open()
         message = generation_pb2.GenerateRequest(start=request)
         check_size(message)
         queue = self._queues[request.request_id] = asyncio.Queue()
@@ -248,7 +304,7 @@ class Session:
                 for event in response.events:
                     self._deliver(event)
         except aio.AioRpcError as rpc_error:
-            error = GenerationError.from_rpc(await refusal_behind(rpc_error, self._reopen))
+            error = GenerationError.from_rpc(await refusal_behind(rpc_error, self._open_call))
         finally:
             self._end(error)
 
@@ -263,6 +319,30 @@ class Session:
         self._ended = error
         for queue in self._queues.values():
             queue.put_nowait(error)
+
+
+class Limits:
+    """Until when a request may wait: by the patience of its client, and by its own limits, which count from its first
+    attempt on."""
+
+    def __init__(self, scheduling: generation_pb2.Scheduling, patience: float) -> None:
+        now = time.monotonic()
+        self._ends: dict[str, float] = {
+            name: now + getattr(scheduling, name).ToNanoseconds() / 1e9
+            for name in ("timeout", "queue_timeout")
+            if scheduling.HasField(name)
+        }
+        self._last = min([now + patience, *self._ends.values()])
+
+    @property
+    def seconds_left(self) -> float:
+        return self._last - time.monotonic()
+
+    def apply(self, scheduling: generation_pb2.Scheduling) -> None:
+        """Gives the next attempt what is left."""
+        for name, end in self._ends.items():
+            left = getattr(scheduling, name)
+            left.seconds, left.nanos = divmod(max(1, int((end - time.monotonic()) * 1e9)), 10**9)
 
 
 def check_size(message: generation_pb2.GenerateRequest) -> None:

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import math
+from collections.abc import AsyncIterator
 from contextlib import aclosing
+from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import grpc
@@ -21,6 +25,7 @@ from service.client import (
     refusal_behind,
 )
 from service.config import ServiceConfig
+from service.status import engine_starting
 from tests.service.fake_engine import Script
 from tests.service.server import Running, until
 
@@ -93,6 +98,87 @@ async def test_retries_until_the_engine_is_ready(served: Running) -> None:
         await until(lambda: served.server.replica.metrics.outcomes("ENGINE_STARTING") == 1)
         served.engine.set_state(EngineState.READY)
         assert await asyncio.wait_for(asking, 10) == "abc"
+
+
+@pytest.fixture
+def quick_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of an engine that starts: to be tried again after 20 ms."""
+    refusal = replace(engine_starting(), retry_after=0.02, pushback_ms=20)
+    monkeypatch.setattr("service.admission.engine_starting", lambda: refusal)
+
+
+@pytest.mark.usefixtures("quick_refusals")
+@pytest.mark.parametrize("first", [True, False])
+async def test_a_session_waits_for_an_engine_as_long_as_that_starts(served: Running, first: bool) -> None:
+    """The first request's refusal ends the stream, after four attempts of gRPC's own; a later one's is an event."""
+    refused, engine = served.server.replica.metrics, served.engine
+    async with Client(served.server.address) as client, client.session() as session:
+
+        async def one(tokens: int) -> str:
+            events = session.generate(prompt_request("x", max_tokens=tokens))
+            return "".join([event.delta.text async for event in events])
+
+        if not first:
+            assert await one(1) == "a"
+        engine.set_state(EngineState.STARTING)
+        asking = [asyncio.create_task(one(tokens)) for tokens in (2, 3)]
+        await until(lambda: refused.outcomes("ENGINE_STARTING") >= 12)
+        engine.set_state(EngineState.READY)
+        assert await asyncio.wait_for(asyncio.gather(*asking), 10) == ["ab", "abc"]
+        assert await one(4) == "abcd"
+
+
+@pytest.mark.usefixtures("quick_refusals")
+@pytest.mark.parametrize("limit", ["patience", "timeout", "queue_timeout"])
+async def test_a_request_waits_no_longer_for_an_engine_than_it_may(served: Running, limit: str) -> None:
+    served.engine.set_state(EngineState.STARTING)
+    start = prompt_request("x")
+    if limit != "patience":
+        getattr(start.scheduling, limit).FromMilliseconds(200)
+    async with Client(served.server.address, patience=0.2 if limit == "patience" else math.inf) as client:
+        with pytest.raises(GenerationError) as error:
+            await asyncio.wait_for(text(client, start), 10)
+    assert (error.value.reason, error.value.retry_after) == ("ENGINE_STARTING", 0.02)
+    assert served.engine.submitted == []
+
+
+@pytest.mark.usefixtures("quick_refusals")
+async def test_without_patience_there_are_grpcs_own_retries(served: Running) -> None:
+    served.engine.set_state(EngineState.STARTING)
+    async with Client(served.server.address, patience=0.0) as client:
+        with pytest.raises(GenerationError):
+            await text(client, prompt_request("x"))
+    assert served.server.replica.metrics.outcomes("ENGINE_STARTING") == 4
+
+
+async def test_a_requests_limits_run_while_it_waits(served: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[list[int]] = []
+    starting = GenerationError(grpc.StatusCode.UNAVAILABLE, "ENGINE_STARTING", "", retry_after=0.05)
+
+    async def refused(request: pb.StartGeneration) -> AsyncIterator[pb.GenerationEvent]:
+        limits = request.scheduling.timeout, request.scheduling.queue_timeout
+        seen.append([limit.ToMilliseconds() for limit in limits])
+        if len(seen) < 3:
+            raise starting
+        yield pb.GenerationEvent()
+
+    start = prompt_request("x")
+    start.scheduling.timeout.FromSeconds(3600)
+    start.scheduling.queue_timeout.FromSeconds(60)
+    async with Client(served.server.address) as client, client.session() as session:
+        monkeypatch.setattr(session, "_attempt", refused)
+        assert len([event async for event in session.generate(start)]) == 1
+    assert seen[0] == [3_600_000, 60_000]
+    for before, after in pairwise(seen):
+        assert all(least - 50 >= left for least, left in zip(before, after, strict=True))
+
+
+async def test_what_fails_in_the_middle_is_not_begun_again(served: Running) -> None:
+    served.engine.plan = lambda _: Script(fail_after=2)
+    async with Client(served.server.address) as client, client.session() as session:
+        with pytest.raises(GenerationError, match="ENGINE_ERROR"):
+            [_ async for _ in session.generate(prompt_request("x"))]
+    assert len(served.engine.submitted) == 1
 
 
 async def test_leaving_the_iteration_cancels_the_request(served: Running) -> None:
