@@ -15,7 +15,8 @@ from octavo.v1 import generation_pb2, generation_pb2_grpc
 from service.convert.requests import parse_start
 from service.intake import Intake
 from service.orca import LoadReports
-from service.output import PendingBytes, RequestOutput
+from service.output import RequestOutput
+from service.pending import PendingBytes
 from service.replica import Replica
 from service.request import Generation
 from service.status import (

@@ -16,7 +16,8 @@ from service.convert.prompts import (
     text_bytes,
 )
 from service.live import LiveRequest
-from service.output import REQUEST_ENDED, PendingBytes, RequestOutput, ending
+from service.output import REQUEST_ENDED, RequestOutput, ending
+from service.pending import PendingBytes
 from service.replica import Replica
 from service.request import ChatPrompt, Generation, TextPrompt, TokenPrompt
 from service.status import Failure, RequestRefusedError, engine_died, internal, invalid

@@ -43,21 +43,17 @@ from service.convert.events import (
 )
 from service.convert.unary import FinishedCandidate, unary_response
 from service.metrics import RequestTimer
+from service.pending import EVENT_BYTES, TOKEN_BYTES, PendingBytes, logprob_bytes, refusal_bytes
+from service.prompt_output import PromptOutput
 from service.request import Generation, TokenPrompt
 from service.spans import RequestSpan
 from service.status import Failure, from_engine, internal
 
 LOGGER = logging.getLogger(__name__)
 
-# What an event costs in memory and on the wire beside its text, roughly, in bytes.
-EVENT_BYTES = 48
-TOKEN_BYTES = 4
-LOGPROB_BYTES = 24
 WHOLE_TOKEN_BYTES = EVENT_BYTES + TOKEN_BYTES
 EVENT_BYTES_AT_ONCE = 1 << 20  # of one candidate in one event; gRPC clients refuse messages of more than 4 MiB
 GATHERED_BYTES = 1 << 18  # a candidate that coalesces sends when it has so much, whatever the time
-PROMPT_SCORES_AT_ONCE = 1 << 14  # log probabilities of the prompt in one event, alternatives included
-
 
 REQUEST_ENDED = "request ended"
 
@@ -98,17 +94,6 @@ def piece_of(
     return Piece(token_ids, text, logprobs, size, finish, stop_sequence)
 
 
-def logprob_bytes(logprob: TokenLogprob, tokenizer: Tokenizer) -> int:
-    """Every one of them carries its token's bytes, of which some vocabularies have hundreds."""
-    ids = [logprob.token_id, *[token_id for token_id, _ in logprob.top]]
-    return sum([LOGPROB_BYTES + len(tokenizer.token_bytes(token_id)) for token_id in ids])
-
-
-def refusal_bytes(request_id: str, failure: Failure) -> int:
-    size: int = EVENT_BYTES + len(request_id) + failure.status.ByteSize()
-    return size
-
-
 def joined(pieces: Sequence[Piece]) -> Piece:
     """Several pieces as one; the last one may be the candidate's end."""
     return Piece(
@@ -119,13 +104,6 @@ def joined(pieces: Sequence[Piece]) -> Piece:
         pieces[-1].finish,
         pieces[-1].stop_sequence,
     )
-
-
-class PendingBytes:
-    """Bytes of output, roughly, that one RPC holds and has not sent."""
-
-    def __init__(self) -> None:
-        self.total = 0
 
 
 class CandidateOutput:
@@ -250,7 +228,7 @@ class RequestOutput:
         self.done = False  # the last event was given out
         self.prompt_token_ids: list[int] = []
         self.shut_since: float | None = None  # since when a window has held output back
-        self._prompt_scores: list[TokenLogprob] = []  # from the second token on, not sent yet
+        self._prompt = PromptOutput(self.options.prompt_top_logprobs or 0, tokenizer, pending)
         self._prompt_begun = False
         self._tokenizer = tokenizer
         self._pending = pending
@@ -317,7 +295,7 @@ class RequestOutput:
             return
         match event:
             case PromptScored():
-                self._prompt_scores += event.logprobs
+                self._prompt.add(event.logprobs)
             case Admitted():
                 self._admitted = event
                 self._span.admitted(self.control.engine_id, event.queue_position)
@@ -415,6 +393,7 @@ class RequestOutput:
         """Ends the request with a failure and drops what was not sent, also if the engine is done with it."""
         for candidate in self.candidates:
             candidate.drop()
+        self._prompt.take_all()
         self.shut_since = None
         if self.closed:
             self.failure = failure.with_usage(self.usage)
@@ -439,6 +418,7 @@ class RequestOutput:
         self.usage = usage
         if failure is not None:
             self.failure = failure.with_usage(usage)
+            self._prompt.take_all()
             self._drop_if_windowed()
             if not self.admitted:
                 self._hold_refusal(self.failure)
@@ -508,7 +488,7 @@ class RequestOutput:
     def _all_prompt_scores(self) -> tuple[int, Sequence[TokenLogprob]] | None:
         if self.options.prompt_top_logprobs is None or self._admitted is None:
             return None
-        return self.prompt_token_ids[0], self._prompt_scores
+        return self.prompt_token_ids[0], self._prompt.take_all()
 
     def _finished(self, candidate: CandidateOutput) -> FinishedCandidate:
         piece, options = candidate.take(0), self.options
@@ -540,12 +520,11 @@ class RequestOutput:
     def _take_prompt(self, events: Events) -> bool:
         """Gives out some of the prompt's log probabilities; True if more are there."""
         first = self.prompt_token_ids[0] if self._admitted is not None and not self._prompt_begun else None
-        count = max(1, PROMPT_SCORES_AT_ONCE // (1 + (self.options.prompt_top_logprobs or 0)))
-        piece, self._prompt_scores = self._prompt_scores[:count], self._prompt_scores[count:]
+        piece = self._prompt.take()
         if first is not None or piece:
             self._prompt_begun = True
             add_prompt(events, self.request_id, self._next_sequence(), first, piece, self._tokenizer)
-        return bool(self._prompt_scores)
+        return len(self._prompt) > 0
 
     def _take_candidate(self, candidate: CandidateOutput, events: Events) -> None:
         options = self.options

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 
 from octavo.v1 import generation_pb2
 from service.convert.events import add_failed
-from service.output import PendingBytes, RequestOutput, refusal_bytes
+from service.output import RequestOutput
 from service.pace import Pacer
+from service.pending import PendingBytes, refusal_bytes
 from service.status import Failure, RequestRefusedError, slow_consumer
 
 Batch = generation_pb2.GenerateResponse | generation_pb2.GenerateStreamResponse
@@ -20,11 +21,12 @@ _LARGE_FIRST_MESSAGE = 16 << 10  # bytes; a client's smallest window is four tim
 
 @dataclass(frozen=True, slots=True)
 class StreamLimits:
-    """pending_bytes: output and refusals held for a client that reads too slowly. stall: seconds that one write, or a
-    shut window, may last. message_bytes: a message is cut when it reaches this size, below what gRPC clients accept
-    (4 MiB)."""
+    """pending_bytes: output and refusals held for a client that reads too slowly. burst: seconds of a write from which
+    log probabilities of prompts are among them. stall: seconds that one write, or a shut window, may last.
+    message_bytes: a message is cut when it reaches this size, below what gRPC clients accept (4 MiB)."""
 
     pending_bytes: int = 1 << 20
+    burst: float = 2.0
     stall: float = 30.0
     message_bytes: int = 1 << 20
 
@@ -154,17 +156,21 @@ class OutputStream:
 
     def check_stall(self, now: float) -> None:
         """Called now and then: fails what has waited for its client for too long. now: `time.monotonic()`."""
-        since, stall = self.writing_since, self._limits.stall
-        if since is not None and now - since > stall:
+        stall = self._limits.stall
+        written = 0.0 if self.writing_since is None else now - self.writing_since
+        if written > stall:
             self._fail_slow(f"a write has been stalled for more than {stall:g} s")
+        elif written > self._limits.burst:
+            self._check_unread(prompts=True)
         for output in list(self.outputs.values()):
             if output.shut_since is not None and now - output.shut_since > stall:
                 output.abandon(slow_consumer(f"nothing was acknowledged for more than {stall:g} s"))
 
-    def _check_unread(self) -> None:
-        """During a write: what waits behind it is bounded."""
-        if self.pending.total > self._limits.pending_bytes:
-            self._fail_slow(f"{self.pending.total} bytes wait while the client does not read")
+    def _check_unread(self, *, prompts: bool = False) -> None:
+        """During a write: what waits behind it is bounded. prompts: with their log probabilities."""
+        size = self.pending.total if prompts else self.pending.total - self.pending.prompts
+        if size > self._limits.pending_bytes:
+            self._fail_slow(f"{size} bytes wait while the client does not read")
 
     def _fail_slow(self, problem: str) -> None:
         self.fail(slow_consumer(problem))

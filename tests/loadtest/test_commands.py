@@ -51,6 +51,12 @@ async def test_what_a_person_can_put_right_is_one_line(
     assert len(err.strip().splitlines()) == 1
 
 
+def test_without_a_command_it_tells_what_there_are() -> None:
+    done = CliRunner().invoke(app, [])
+    assert done.exit_code == 0
+    assert {"map", "faults", "overhead", "ui", "grade", "report", "compare"} <= set(done.output.split())
+
+
 WEEK, SEED = "604800", str(2**32 - 1)
 
 

@@ -174,7 +174,7 @@ async def test_prompt_log_probabilities_come_in_order_before_the_first_delta(ser
 
 
 async def test_long_prompts_log_probabilities_are_split(served: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("service.output.PROMPT_SCORES_AT_ONCE", 21)
+    monkeypatch.setattr("service.prompt_output.SCORES_AT_ONCE", 21)
     log = await run_stream(served, start("x" * 200, max_tokens=3, output=pb.OutputOptions(prompt_top_logprobs=2)))
     pieces = [len(event.prompt.logprobs) for event in log.events if event.HasField("prompt")]
     assert sum(pieces) == 200

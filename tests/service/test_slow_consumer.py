@@ -137,6 +137,64 @@ async def test_refusals_that_are_read_are_not(wrong: str) -> None:
         assert await stream.finish() is grpc.StatusCode.OK
 
 
+def scored(request_id: str, tokens: int) -> pb.GenerateRequest:
+    """A request of one output token, for whose prompt there are 21 log probabilities a token."""
+    ids = pb.TokenIds(ids=[97] * tokens)
+    output = pb.OutputOptions(token_ids=True, prompt_top_logprobs=20)
+    return start_message(request_id=request_id, token_ids=ids, output=output, max_tokens=1)
+
+
+async def test_log_probabilities_of_prompts_that_nobody_reads_are_bounded_too() -> None:
+    """Some 2 MB, of which the transport takes the first, and nothing else waits."""
+    async with flooding(StreamLimits(burst=0.2, stall=600)) as (served, unreading):
+        stream = await first_output(unreading, scored("a", 4000).start)
+        (output_stream,) = served.server.replica.streams._streams
+        await until(output_stream.failed.done)
+        assert served.engine.live_requests == 0
+        assert error_status(await end_of(stream)).reason == "SLOW_CONSUMER"
+
+
+async def test_log_probabilities_of_prompts_may_come_at_once() -> None:
+    """Megabytes of them behind a write that takes long: they come by the prompt, as fast as that is computed."""
+    async with flooding(StreamLimits(pending_bytes=100_000, burst=600, stall=600)) as (served, unreading):
+        stream = await first_output(unreading, scored("a", 4000).start)
+        await stream.send(scored("b", 4000))
+        await until(lambda: len(served.engine.submitted) == 2 and not served.engine.live_requests)
+        (output_stream,) = served.server.replica.streams._streams
+        assert output_stream.pending.total > 1_000_000
+        await stream.read_until_ended("a", "b")
+        for log in stream.logs.values():
+            assert sum(len(event.prompt.logprobs) for event in log.events) == 4000
+        assert (output_stream.pending.total, output_stream.pending.prompts) == (0, 0)
+        assert await stream.finish() is grpc.StatusCode.OK
+
+
+async def test_log_probabilities_of_many_prompts_come_in_messages_that_clients_take() -> None:
+    engine = FakeEngineClient(max_context_tokens=1000, max_num_seqs=24, max_queued_tokens=10**6)
+    engine.hold = True
+    async with running(engine) as served:
+        stream, ids = Stream(served), [f"r{number}" for number in range(24)]
+        await stream.send(*(scored(request_id, 800) for request_id in ids))
+        await until(lambda: engine.live_requests == len(ids))
+        engine.hold = False
+        await stream.read_until_ended(*ids)
+        sizes = [message.ByteSize() for message in stream.messages]
+        assert sum(sizes) > 4 << 20
+        assert max(sizes) < 2 << 20
+        assert await stream.finish() is grpc.StatusCode.OK
+
+
+async def test_a_request_that_fails_leaves_no_log_probabilities_of_its_prompt_behind() -> None:
+    async with flooding(StreamLimits(pending_bytes=1 << 30)) as (served, unreading):
+        served.engine.plan = lambda _: Script(fail_after=0)
+        stream = await first_output(unreading, scored("a", 4000).start)
+        (output_stream,) = served.server.replica.streams._streams
+        await stream.read_until_ended("a")
+        assert rich_status(stream.logs["a"].failed.status).reason == "ENGINE_ERROR"
+        await until(lambda: (output_stream.pending.total, output_stream.pending.prompts) == (0, 0))
+        assert await stream.finish() is grpc.StatusCode.OK
+
+
 async def test_single_request_stream_is_aborted_too() -> None:
     async with flooding(StreamLimits(pending_bytes=100_000, stall=600)) as (served, unreading):
         call = unreading.generation.GenerateStream(pb.GenerateStreamRequest(start=start()), timeout=30)
