@@ -16,10 +16,11 @@ from service.convert.prompts import (
     text_bytes,
 )
 from service.live import LiveRequest
-from service.output import REQUEST_ENDED, RequestOutput, ending
+from service.output import RequestOutput
 from service.pending import PendingBytes
 from service.replica import Replica
 from service.request import ChatPrompt, Generation, TextPrompt, TokenPrompt
+from service.request_log import log_end
 from service.status import Failure, RequestRefusedError, engine_died, internal, invalid
 from service.tokens import CALLER
 
@@ -50,8 +51,7 @@ class Intake:
         replica.spans.refused(request_id, failure, arrival, replica.info.instance_id)
         engine_id = replica.new_engine_id()
         client_id = request_id or engine_id
-        if LOGGER.isEnabledFor(logging.INFO):
-            LOGGER.info(REQUEST_ENDED, extra=ending(engine_id, request_id, failure, NOTHING, seconds))
+        log_end(LOGGER, engine_id, request_id, failure, NOTHING, seconds)
         return client_id
 
     def begin(

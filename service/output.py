@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Protocol
@@ -14,8 +13,6 @@ import msgspec
 
 from engine import (
     Admitted,
-    CandidateFinish,
-    Delta,
     Event,
     FinishReason,
     OutputText,
@@ -30,6 +27,7 @@ from engine import (
     Usage,
 )
 from octavo.v1 import generation_pb2
+from service.candidate_output import CandidateOutput
 from service.convert.events import (
     Events,
     add_admitted,
@@ -43,136 +41,17 @@ from service.convert.events import (
 )
 from service.convert.unary import FinishedCandidate, unary_response
 from service.metrics import RequestTimer
-from service.pending import EVENT_BYTES, TOKEN_BYTES, PendingBytes, logprob_bytes, refusal_bytes
+from service.pending import PendingBytes, refusal_bytes
 from service.prompt_output import PromptOutput
 from service.request import Generation, TokenPrompt
+from service.request_log import log_end
 from service.spans import RequestSpan
 from service.status import Failure, from_engine, internal
 
 LOGGER = logging.getLogger(__name__)
 
-WHOLE_TOKEN_BYTES = EVENT_BYTES + TOKEN_BYTES
 EVENT_BYTES_AT_ONCE = 1 << 20  # of one candidate in one event; gRPC clients refuse messages of more than 4 MiB
 GATHERED_BYTES = 1 << 18  # a candidate that coalesces sends when it has so much, whatever the time
-
-REQUEST_ENDED = "request ended"
-
-
-def ending(
-    engine_id: str, client_id: str, outcome: Failure | str, usage: Usage, seconds: float
-) -> dict[str, str | int | float]:
-    """What the log says of a request's end."""
-    return {
-        "request_id": engine_id,
-        "client_request_id": client_id,
-        "outcome": outcome.reason if isinstance(outcome, Failure) else outcome,
-        "problem": outcome.message if isinstance(outcome, Failure) else "",
-        "prompt_tokens": usage.prompt_tokens,
-        "completion_tokens": usage.completion_tokens,
-        "seconds": round(seconds, 6),
-    }
-
-
-class Piece(msgspec.Struct, frozen=True, gc=False):
-    """Tokens of one candidate that are ready to be sent, with exactly their text. `size` is about their bytes."""
-
-    token_ids: Sequence[int]
-    text: str
-    logprobs: Sequence[TokenLogprob]
-    size: int
-    finish: CandidateFinish | None = None
-    stop_sequence: str | None = None
-
-
-def piece_of(
-    delta: Delta, tokenizer: Tokenizer, finish: CandidateFinish | None = None, stop_sequence: str | None = None
-) -> Piece:
-    token_ids, text, logprobs = delta.token_ids, delta.text, delta.logprobs
-    size = EVENT_BYTES + len(text) + TOKEN_BYTES * len(token_ids)
-    if logprobs:
-        size += sum([logprob_bytes(logprob, tokenizer) for logprob in logprobs])
-    return Piece(token_ids, text, logprobs, size, finish, stop_sequence)
-
-
-def joined(pieces: Sequence[Piece]) -> Piece:
-    """Several pieces as one; the last one may be the candidate's end."""
-    return Piece(
-        [token_id for piece in pieces for token_id in piece.token_ids],
-        "".join([piece.text for piece in pieces]),
-        [logprob for piece in pieces for logprob in piece.logprobs],
-        sum([piece.size for piece in pieces]),
-        pieces[-1].finish,
-        pieces[-1].stop_sequence,
-    )
-
-
-class CandidateOutput:
-    """One candidate's text and what of it still has to be sent. Counts are in tokens."""
-
-    def __init__(self, index: int, text: OutputText, pending: PendingBytes) -> None:
-        self.index = index
-        self.text = text
-        self.pieces: deque[Piece] = deque()
-        self.held = 0  # bytes of them, roughly
-        self.pending = pending
-        self.sent = 0
-        self.acknowledged = 0
-        self.ended = False
-        self.send_after = 0.0
-        self.last_token_at = 0.0
-
-    def add(self, piece: Piece) -> None:
-        self.pieces.append(piece)
-        self.held += piece.size
-        self.pending.total += piece.size
-
-    def drop(self) -> bool:
-        """Forgets what was not sent; says whether the candidate's end was part of it."""
-        had_end = bool(self.pieces) and self.pieces[-1].finish is not None
-        self.pending.total -= self.held
-        self.held = 0
-        self.pieces.clear()
-        return had_end
-
-    def take(self, window: int, most: int | None = None) -> Piece | None:
-        """What is ready and the window lets through, as one piece; everything if there is no window (0). most: bytes,
-        but at least one of the pieces that are held."""
-        if not window and len(self.pieces) == 1:
-            taken = self.pieces.popleft()
-        else:
-            passing = self._passing(window) if window else len(self.pieces)
-            if most is not None and self.held > most:
-                passing = min(passing, self._within(most))
-            if not passing:
-                return None
-            taken = joined([self.pieces.popleft() for _ in range(passing)])
-        self.held -= taken.size
-        self.pending.total -= taken.size
-        return taken
-
-    def passes(self, window: int) -> bool:
-        """Whether the window lets something through."""
-        return bool(self.pieces) and (not window or self._passing(window) > 0)
-
-    def _within(self, most: int) -> int:
-        """How many pieces so many bytes hold; one at least."""
-        total = 0
-        for index, piece in enumerate(self.pieces):
-            total += piece.size
-            if total > most:
-                return max(1, index)
-        return len(self.pieces)
-
-    def _passing(self, window: int) -> int:
-        """How many pieces the window lets through."""
-        unacknowledged = self.sent - self.acknowledged
-        for index, piece in enumerate(self.pieces):
-            count = len(piece.token_ids)
-            # A piece larger than the whole window passes when nothing else is under way: it cannot be split.
-            if count and unacknowledged and unacknowledged + count > window:
-                return index
-            unacknowledged += count
-        return len(self.pieces)
 
 
 class Control(Protocol):
@@ -274,7 +153,10 @@ class RequestOutput:
             )
             for _ in range(generation.sampling.n)
         ]
-        self.candidates = [CandidateOutput(index, text, self._pending) for index, text in enumerate(texts)]
+        self.candidates = [
+            CandidateOutput(index, text, self._tokenizer, self._pending, include_stop=generation.include_stop)
+            for index, text in enumerate(texts)
+        ]
 
     def on_engine_events(self, events: Sequence[Event]) -> None:
         """The request's sink. A fault here is this request's own: it fails, and the engine is told to drop it."""
@@ -312,62 +194,25 @@ class RequestOutput:
         if self.closed:
             return
         candidate = self.candidates[event.candidate]
-        if candidate.ended:
+        if candidate.finish is not None:
             return
-        token_ids = event.token_ids
-        count = len(token_ids)
+        count = len(event.token_ids)
         if count:
             if not self._generated:
                 self._span.first_token()
             self._generated += count
             candidate.last_token_at = self._timer.tokens(count, candidate.last_token_at)
-        if event.finish is None and not event.logprobs:
-            text = candidate.text.push_whole(token_ids)
-            if text is not None:  # by far the most frequent
-                candidate.add(Piece(token_ids, text, (), WHOLE_TOKEN_BYTES + len(text)))
-                return
-        before = candidate.text.token_count
-        if event.finish is None:
-            delta = candidate.text.push(token_ids, event.logprobs)
-        else:
-            delta = candidate.text.push(*self._output_tokens(event))
-        if delta.stopped is not None:
-            self._met_stop = True
-            self._generated -= count - (candidate.text.used_tokens - before)
-            self._end_candidate(candidate, delta, CandidateFinish(FinishReason.STOP), delta.stopped)
-            if event.finish is None:
-                self.control.stop_candidate(candidate.index)
-        elif event.finish is not None:
-            self._add(candidate, delta)
-            rest = candidate.text.finish()
-            finish = event.finish if rest.stopped is None else CandidateFinish(FinishReason.STOP)
-            self._end_candidate(candidate, rest, finish, rest.stopped)
-        else:
-            self._add(candidate, delta)
+        self._generated -= candidate.push(event)
+        if candidate.finish is not None:
+            self._finishes.append(candidate.finish.reason)
+            if candidate.met_stop:
+                self._met_stop = True
+                if event.finish is None:
+                    self.control.stop_candidate(candidate.index)
 
     def _counted(self, usage: Usage) -> Usage:
         """The engine's usage. Behind a stop sequence it has sampled more tokens or fewer, as it went: none count."""
         return msgspec.structs.replace(usage, completion_tokens=self._generated) if self._met_stop else usage
-
-    def _output_tokens(self, event: TokensGenerated) -> tuple[Sequence[int], Sequence[TokenLogprob]]:
-        """Without the token that ended the candidate, which is no output unless it was asked for."""
-        finish = event.finish
-        if finish is None or finish.token_id is None or self.generation.include_stop:
-            return event.token_ids, event.logprobs
-        if event.token_ids and event.token_ids[-1] == finish.token_id:
-            return event.token_ids[:-1], event.logprobs[:-1]
-        return event.token_ids, event.logprobs
-
-    def _add(self, candidate: CandidateOutput, delta: Delta) -> None:
-        if delta.token_ids or delta.text:
-            candidate.add(piece_of(delta, self._tokenizer))
-
-    def _end_candidate(
-        self, candidate: CandidateOutput, delta: Delta, finish: CandidateFinish, stop_sequence: str | None = None
-    ) -> None:
-        candidate.ended = True
-        self._finishes.append(finish.reason)
-        candidate.add(piece_of(delta, self._tokenizer, finish, stop_sequence))
 
     def _on_finished(self, event: RequestFinished) -> None:
         self.timing = event.timing
@@ -378,9 +223,9 @@ class RequestOutput:
         for candidate in self.candidates:
             # Who cancels acknowledges no more: what a window holds back would never get out.
             end_dropped = self.cancelled and self.options.window > 0 and candidate.drop()
-            if end_dropped or not candidate.ended:
-                rest = Delta() if self.options.window else candidate.text.finish()
-                self._end_candidate(candidate, rest, CandidateFinish(FinishReason.CANCELLED))
+            if end_dropped or candidate.finish is None:
+                candidate.cancel(with_rest=not self.options.window)
+                self._finishes.append(FinishReason.CANCELLED)
         self._close(None, self._counted(event.usage))
 
     def fail(self, failure: Failure) -> None:
@@ -393,7 +238,7 @@ class RequestOutput:
         """Ends the request with a failure and drops what was not sent, also if the engine is done with it."""
         for candidate in self.candidates:
             candidate.drop()
-        self._prompt.take_all()
+        self._prompt.drop()
         self.shut_since = None
         if self.closed:
             self.failure = failure.with_usage(self.usage)
@@ -418,7 +263,7 @@ class RequestOutput:
         self.usage = usage
         if failure is not None:
             self.failure = failure.with_usage(usage)
-            self._prompt.take_all()
+            self._prompt.drop()
             self._drop_if_windowed()
             if not self.admitted:
                 self._hold_refusal(self.failure)
@@ -426,8 +271,7 @@ class RequestOutput:
         self._span.ended(failure, usage, self.timing, self._finishes, cancelled=self.cancelled)
         outcome = "cancelled" if self.cancelled else "finished"
         ids = (self.control.engine_id, self.generation.request_id)
-        if LOGGER.isEnabledFor(logging.INFO):
-            LOGGER.info(REQUEST_ENDED, extra=ending(*ids, self.failure or outcome, usage, self._timer.elapsed()))
+        log_end(LOGGER, *ids, self.failure or outcome, usage, self._timer.elapsed())
         self.control.ended()
 
     def _hold_refusal(self, failure: Failure) -> None:
@@ -561,7 +405,7 @@ class RequestOutput:
 
     def _is_gathering(self, candidate: CandidateOutput) -> bool:
         """Whether a coalescing candidate waits for more; then a timer will ask again."""
-        if not candidate.send_after or candidate.ended or self.closed or candidate.held > GATHERED_BYTES:
+        if not candidate.send_after or candidate.finish is not None or self.closed or candidate.held > GATHERED_BYTES:
             return False
         wait = candidate.send_after - time.monotonic()
         if wait <= 0:

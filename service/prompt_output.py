@@ -39,6 +39,9 @@ class PromptOutput:
     def take_all(self) -> list[TokenLogprob]:
         return self._take(len(self))
 
+    def drop(self) -> None:
+        self.take_all()
+
     def _take(self, count: int) -> list[TokenLogprob]:
         taken, self._scores = self._scores[:count], self._scores[count:]
         sizes, self._sizes = self._sizes[:count], self._sizes[count:]
