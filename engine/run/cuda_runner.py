@@ -25,14 +25,13 @@ from engine.run.milestones import Milestones
 from engine.run.prompt_scores import score_prompts
 from engine.run.runner import DeviceBatch, FinishedStep, batch_of, packed
 from engine.run.sampler import LogprobTensors, logprobs_of, outcome_of, sample_into, sampling_arrays
-from engine.run.staging import DeviceStaging, Views
+from engine.run.staging import DeviceStaging
 from engine.schedule.plan import StepOutcome, StepPlan
 from engine.types import TokenLogprob
 
 Tensor = torch.Tensor
 
 GRAPH_BYTES = 256 << 20  # set aside for the graphs' memory pool: library workspaces; activations are the decoder's own
-_MOST_BATCHES = 256
 _RESULTS = 3  # pinned results: of the step launched, the one in flight, and the one being read
 
 
@@ -42,15 +41,6 @@ class CapturedDecode:
 
     graph: torch.cuda.CUDAGraph
     logits: Tensor  # [bucket, vocabulary] fp32
-
-
-@dataclass(frozen=True, slots=True)
-class _KnownBatch:
-    """alike: what of a step it depends on beside its arrays' shapes."""
-
-    views: Views
-    alike: tuple[int, int, bool, bool, bool]
-    batch: DeviceBatch
 
 
 class DeviceStep:
@@ -104,7 +94,7 @@ class CudaRunner:
         slots, width = tables.rows.shape
         device = kv_pool.device
         spec = decoder.spec
-        self._staging = DeviceStaging(_staging_bytes(slots, width, decoder.max_tokens), device)
+        self._staging = DeviceStaging[DeviceBatch](_staging_bytes(slots, width, decoder.max_tokens), device)
         # One entry a slot, and one that nothing reads, for rows that sample nothing.
         self._newest = torch.zeros(slots + 1, dtype=torch.int32, device=device)
         self._best = torch.zeros(slots, dtype=torch.int64, device=device)
@@ -127,7 +117,6 @@ class CudaRunner:
             else MixedBuckets(decode_buckets(slots) if use_graphs else [])
         )
         self._graphs: dict[int, CapturedDecode] = {}
-        self._batches: dict[int, _KnownBatch] = {}  # by id of its views
 
     # -- start -------------------------------------------------------------------------------------------------------
 
@@ -199,25 +188,14 @@ class CudaRunner:
 
     def _upload(self, arrays: StepArrays, *, keeps_hidden: bool = False) -> DeviceBatch:
         """Steps that are shaped alike get the same batch, whose tensors hold this step's arrays."""
-        views = self._staging.upload(packed(arrays))
-        alike = (
-            arrays.max_query_len,
-            arrays.num_decodes,
-            arrays.logits_rows is None,
-            arrays.scored is None,
-            keeps_hidden,
+        return self._staging.upload(
+            packed(arrays),
+            lambda views: batch_of(
+                *(views, arrays, self._kv_pool, self._workspace, self._newest, self._best, self._vocab_size),
+                keeps_hidden=keeps_hidden,
+            ),
+            *(arrays.max_query_len, arrays.num_decodes, keeps_hidden),
         )
-        known = self._batches.get(id(views))
-        if known is not None and known.views is views and known.alike == alike:
-            return known.batch
-        batch = batch_of(
-            *(views, arrays, self._kv_pool, self._workspace, self._newest, self._best, self._vocab_size),
-            keeps_hidden=keeps_hidden,
-        )
-        if len(self._batches) == _MOST_BATCHES:
-            self._batches.clear()
-        self._batches[id(views)] = _KnownBatch(views, alike, batch)
-        return batch
 
     def _run(self, step: DeviceBatch) -> Tensor:
         """Forward and sampling; gives the logits [n, vocabulary] fp32. All of it can be captured."""

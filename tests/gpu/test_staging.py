@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from engine.run.staging import Array, DeviceStaging
+from engine.run.staging import Array, DeviceStaging, Views
 
 pytestmark = pytest.mark.gpu
 
@@ -29,11 +29,11 @@ def arrays(length: int, start: int) -> list[Array]:
 
 
 def test_they_arrive_as_they_are_at_addresses_given_by_their_shapes(gpu: None) -> None:
-    staging = DeviceStaging(4999, torch.device("cuda"))
+    staging = DeviceStaging[Views](4999, torch.device("cuda"))
     places = []
     for start in (3, 70, 900, -5):
         given = arrays(37, start)
-        views = staging.upload(given)
+        views = staging.upload(given, as_they_are)
         for array, view in zip(given, views, strict=True):
             assert view.shape == array.shape
             assert np.array_equal(view.cpu().numpy(), array)
@@ -43,16 +43,23 @@ def test_they_arrive_as_they_are_at_addresses_given_by_their_shapes(gpu: None) -
     assert places[0][0] == places[0][-1]
 
 
+def as_they_are(views: Views) -> Views:
+    return views
+
+
 def test_the_same_shapes_have_the_same_views_until_many_others_came(gpu: None) -> None:
     """Shapes are those of every place, and where an array comes again is a part of them."""
-    staging, one, two = DeviceStaging(4999, torch.device("cuda")), np.arange(4, dtype=np.int32), np.ones(4, np.int32)
-    known = staging.upload([one, two, one])
-    assert staging.upload([two, one, two]) is known
+    staging = DeviceStaging[Views](4999, torch.device("cuda"))
+    one, two = np.arange(4, dtype=np.int32), np.ones(4, np.int32)
+    known = staging.upload([one, two, one], as_they_are)
+    assert staging.upload([two, one, two], as_they_are) is known
     assert [view.tolist() for view in known] == [two.tolist(), one.tolist(), two.tolist()]
     for others in ([one, two, two], [one, two], [one, two.astype(np.float32), one], [one, two[:, None], one]):
-        views = staging.upload(others)
+        views = staging.upload(others, as_they_are)
         assert views is not known
         assert [view.tolist() for view in views] == [array.tolist() for array in others]
+    assert staging.upload([two, one, two], as_they_are, "of another kind") is not known
+    assert staging.upload([two, one, two], as_they_are) is known
     for length in range(300):
-        staging.upload([np.zeros(length, dtype=np.int32)])
-    assert staging.upload([one, two, one])[1].tolist() == two.tolist()
+        staging.upload([np.zeros(length, dtype=np.int32)], as_they_are)
+    assert staging.upload([one, two, one], as_they_are)[1].tolist() == two.tolist()
