@@ -63,7 +63,7 @@ class DecodeMerge : protected DecodeRows<T, Kv, kDim, kWarps, kCluster, kSteps> 
         ptx::expect_bytes(ptx::shared_address(&shared_.peers_done), bytes);
       }
       __syncwarp();
-      ptx::arrive_at_cluster_barrier();
+      ptx::arrive_relaxed_at_cluster_barrier();
     }
 #endif
   }

@@ -82,13 +82,17 @@ struct Ring {
   __device__ uint32_t weights(int slot) const { return shared + kHeaderBytes + slot * stage_bytes; }
   __device__ uint32_t activations(int slot) const { return weights(slot) + weight_bytes; }
 
-  __device__ void init(int weight_arrivals, int activation_arrivals, int consumer_arrivals) const {
+  __device__ void init_weights_here(int arrivals) const { init(0, arrivals); }
+  __device__ void init_activations_here(int arrivals) const { init(1, arrivals); }
+  __device__ void init_emptied(int arrivals) const { init(2, arrivals); }
+
+ private:
+  __device__ void init(int kind, int arrivals) const {
 #pragma unroll 1
-    for (int slot = 0; slot < stages; ++slot) {
-      init_barrier(weights_here(slot), weight_arrivals);
-      init_barrier(activations_here(slot), activation_arrivals);
-      init_barrier(emptied(slot), consumer_arrivals);
-    }
+    for (int slot = 0; slot < stages; ++slot) init_barrier(barrier(kind, slot), arrivals);
+#if __CUDA_ARCH__ >= 900
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+#endif
   }
 };
 static_assert(Ring::kInverseRmsBytes + 8 + 3 * kMaxStages * 8 <= kHeaderBytes);
