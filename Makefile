@@ -15,11 +15,12 @@ CPP = $(shell git ls-files 'cuda/*.cpp' 'cuda/*.h' 'cuda/*.cu' 'cuda/*.cuh')
 
 say = @printf '\033[1m==> %s\033[0m\n' "$(1)"
 
-# A few cases of every kernel: whole runs take hours under a checker. Of decode attention single blocks and clusters of 8, 6
-# and 3, plain and in a chain of programmatic launches.
+# A few cases of every kernel: whole runs take hours under a checker. Of decode attention single blocks and clusters of 16,
+# 8, 6 and 3, plain and in a chain of programmatic launches, and pieces that any block may take.
 SANITIZED = test_embed.py or test_pointwise.py or (test_sample.py and not frequencies and not large_vocabulary) \
   or (test_write_kv.py and 128) or (test_chunked_prefill and 128) or test_planned_once \
-  or (test_every_grid and (1- or 8- or 20- or 140-) and 12 and not 16) \
+  or (test_pieces_that and 48) \
+  or (test_every_grid and (1- or 5- or 8- or 20- or 140-) and 12 and not 16) \
   or (test_a_chain_with and 8- and 12 and not 16 and True) or test_rows_beyond_the_batch_stay \
   or (test_norm_linear and 576 and 13) or (test_norm_gate_up and 576 and 64) or test_silu_saturates \
   or test_prefill_equals_decode or test_many_sequences or (test_query_and_kv and (129 or 257))

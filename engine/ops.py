@@ -179,12 +179,14 @@ def decode_attention(
     norm_eps: float = 0.0,
     planned: bool = False,
     fixed: bool = False,
+    ahead: Tensor | None = None,
     pdl: bool = False,
 ) -> None:
     """`write_kv` and `paged_attention` of a decode step in one kernel; CUDA only, the whole head rotates.
 
     out [S, Hq, D]; qkv [S, (Hq + 2 Hkv) * D]; context_lens [S] with this step's token, whose position is
-    context_lens - 1 and whose slot is by block_tables. Context length 0: nothing is written, zeros come out.
+    context_lens - 1 and whose slot is by block_tables. Context length 0: nothing is written, zeros come out. ahead: of
+    a matmul to come, the weight [N, K], some of which is brought into the L2 where the contexts leave time.
     """
     _runtime.decode_attention(
         out,
@@ -203,6 +205,7 @@ def decode_attention(
         current_stream(qkv),
         planned,
         fixed,
+        ahead,
         pdl,
     )
 

@@ -169,7 +169,7 @@ def linear_add(
 ) -> None:
     """residual += x W^T. x [B, K]; weight [H, K]; norm_weight [H]: of the RMSNorm that comes next.
 
-    ahead: the weight of the matmul after this one, whose first bytes are brought into the L2.
+    ahead: of the matmul after this one, the weight [N, K], some of which is brought into the L2.
     """
     _runtime.decode_linear_add(
         stream.residual,

@@ -36,14 +36,16 @@ class DecodeBlock : DecodeMerge<T, Kv, kDim, kWarps, kCluster, kSteps> {
     Split split = load_split(blockIdx.x / kCluster);
     if (split.seq < 0) {
       ptx::wait_for_previous_kernel();
+      fetch_ahead();
     } else {
       open_cluster();
       open_landing();
       clear_unused_queries();
       attend(split, true);
-      while (kCluster == 1 && split.next >= 0) {
-        const int empties = split.empties;
-        split = load_split(split.next);
+      while (kCluster == 1) {
+        const int empties = split.empties, next = split.next < -1 ? take_piece(-1 - split.next) : split.next;
+        if (next < 0) break;
+        split = load_split(next);
         split.empties = empties;
 #if __CUDA_ARCH__ >= 900
         if constexpr (Kv::kTensorCopies) ptx::publish_shared_stores();
@@ -76,6 +78,30 @@ class DecodeBlock : DecodeMerge<T, Kv, kDim, kWarps, kCluster, kSteps> {
     Split split;
     memcpy(&split, halves, sizeof(split));
     return split;
+  }
+
+  // The bus has little else to do: this kernel has idle blocks where contexts are few.
+  __device__ __forceinline__ void fetch_ahead() const {
+#if __CUDA_ARCH__ >= 900
+    if (args_.ahead_bytes == 0 || thread_ != 0) return;
+    const char* from = args_.ahead + int64_t{blockIdx.x} * kIdlePieces * args_.ahead_stride;
+#pragma unroll 1
+    for (int i = 0; i < kIdlePieces; ++i) ptx::fetch_into_l2(from + i * args_.ahead_stride, args_.ahead_bytes);
+#endif
+  }
+
+  // The index in the plan of a piece that no other block has, or -1. Every block asks until there is none, and the last
+  // of them leaves the count at zero.
+  __device__ __forceinline__ int take_piece(int pieces) {
+    const int blocks = gridDim.x;
+    __syncthreads();  // the ticket may still be looked at
+    if (thread_ == 0) {
+      const int taken = atomicAdd(args_.taken, 1);
+      if (taken == pieces + blocks - 1) *args_.taken = 0;
+      shared_.ticket = taken;
+    }
+    __syncthreads();
+    return shared_.ticket < pieces ? blocks + shared_.ticket : -1;
   }
 
   __device__ __forceinline__ void clear_empty_rows(int empties) const {

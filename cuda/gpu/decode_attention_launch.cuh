@@ -20,6 +20,7 @@ DecodeKernel prepared_decode_kernel() {
   constexpr auto kFunction = decode_kernel<T, Kv, kDim, kWarps, kCluster, kSteps>;
   constexpr size_t kBytes = sizeof(DecodeShared<T, Kv, kDim, kWarps, kCluster, kSteps>);
   allow_shared_bytes<kFunction>(kBytes, Kv::kTensorCopies);
+  if constexpr (kCluster > 8) allow_large_clusters<kFunction>();
   return {kFunction, kBytes};
 }
 
@@ -45,6 +46,7 @@ DecodeKernel decode_kernel_of(int cluster, int warps, int key_steps) {
         if (cluster == 2 && key_steps == 2) return prepared_decode_kernel<T, Kv, kDim, 8, 2, 2>();
         if (cluster == 3) return prepared_decode_kernel<T, Kv, kDim, 8, 3, 2>();
       }
+      if (cluster == 16) return prepared_decode_kernel<T, Kv, kDim, 8, 16, 1>();
       return cluster == 8   ? prepared_decode_kernel<T, Kv, kDim, 8, 8, 1>()
              : cluster == 4 ? prepared_decode_kernel<T, Kv, kDim, 8, 4, 1>()
              : cluster == 2 ? prepared_decode_kernel<T, Kv, kDim, 8, 2, 1>()
@@ -108,6 +110,9 @@ int DecodeKernels<kDim>::resident_clusters(int cluster) {
   config.gridDim = dim3(cluster * current_device().multiprocessors);
   config.blockDim = dim3(warps * 32);
   config.dynamicSmemBytes = kernel.shared_bytes;
+  int largest = 0;
+  check(cudaOccupancyMaxPotentialClusterSize(&largest, kernel.function, &config), "cluster size");
+  if (largest < cluster) return 0;
   config.attrs = &size;
   config.numAttrs = 1;
   check(cudaOccupancyMaxActiveClusters(&count, kernel.function, &config), "cluster occupancy");

@@ -2,9 +2,10 @@
 //
 // Clusters, and single blocks where that leaves few of them idle, get one part of one (sequence, KV head) pair each;
 // how finely to cut is a question of cost. Else single blocks get equal stretches of all contexts laid end to end:
-// nobody waits for a longer one, and a context that lies across a boundary is merged from its parts. Either way blocks
-// next to each other read the same stretch for the KV heads in turn, so that what lies side by side in memory is read
-// at the same time: 9 % at eight KV heads.
+// nobody waits for a longer one, and a context that lies across a boundary is merged from its parts. Of long stretches
+// a sixteenth is left in pieces, which blocks take as they get there: the bus does not serve all of them alike. Either
+// way blocks next to each other read the same stretch for the KV heads in turn, so that what lies side by side in
+// memory is read at the same time: 9 % at eight KV heads.
 #include "gpu/decode_plan_device.cuh"
 
 #include <algorithm>
@@ -48,15 +49,17 @@ int of_kernels(int head_dim, const F& f) {
   }
 }
 
-bool has_odd_clusters(int head_dim) {
-  return of_kernels(head_dim, [](auto kernels) { return static_cast<int>(kernels.kOddClusters); }) != 0;
+bool has_kernel(int head_dim, int cluster) {
+  return of_kernels(head_dim, [&](auto kernels) -> int {
+           return (cluster % 3 != 0 || kernels.kOddClusters) && (cluster <= 8 || kernels.kLargeClusters);
+         }) != 0;
 }
 
 int resident_clusters(int head_dim, int cluster) {
   return of_kernels(head_dim, [&](auto kernels) { return kernels.resident_clusters(cluster); });
 }
 
-constexpr std::array<int, 6> kClusterSizes = {8, 6, 4, 3, 2, 1};
+constexpr std::array<int, 7> kClusterSizes = {16, 8, 6, 4, 3, 2, 1};
 using ClusterCounts = std::array<int, kClusterSizes.size()>;
 
 // Clusters of each size that run at once; 0 where the device has none. Asking the driver takes longer than an op, so
@@ -72,7 +75,7 @@ const ClusterCounts& resident(int head_dim) {
     const bool has_clusters = device.capability >= 90 && device.capability < 120;
     for (size_t i = 0; i < of.size(); ++i) {
       const int size = kClusterSizes[i];
-      const bool served = size == 1 || (has_clusters && (size % 3 != 0 || has_odd_clusters(head_dim)));
+      const bool served = size == 1 || (has_clusters && has_kernel(head_dim, size));
       of[i] = served ? resident_clusters(head_dim, size) : 0;
     }
   }
@@ -93,7 +96,7 @@ DecodeGrid decode_grid(int num_seqs, int kv_heads, int head_dim, bool fixed) {
   // all of it, at the price of a merge through memory.
   for (size_t i = 0; i + 1 < fits.size(); ++i) {
     const int cluster = kClusterSizes[i];
-    if (pairs <= fits[i] && (i == 0 || 10 * pairs * cluster >= 6 * blocks)) {
+    if (pairs <= fits[i] && (cluster >= 8 || 10 * pairs * cluster >= 6 * blocks)) {
       return {8, cluster, fits[i], 0, key_steps_of(cluster, head_dim, num_seqs)};
     }
   }
@@ -104,10 +107,11 @@ DecodeGrid decode_grid(int num_seqs, int kv_heads, int head_dim, bool fixed) {
 DecodeWorkspace::DecodeWorkspace(const DecodeGrid& grid, int num_seqs, int kv_heads, int group, int head_dim) {
   const size_t pairs = static_cast<size_t>(num_seqs) * kv_heads;
   // Places for splits that may be parts of a pair.
-  const size_t clusters = grid.fixed_parts > 0 ? pairs * grid.fixed_parts : static_cast<size_t>(grid.clusters);
+  const size_t clusters = grid.fixed_parts > 0 ? pairs * grid.fixed_parts : static_cast<size_t>(grid.shares());
   require(clusters * grid.cluster <= kTickets, "paged_attention: more thread blocks than tickets");
   tickets = 0;
-  plan = kTickets * sizeof(int);
+  taken = kTickets * sizeof(int);
+  plan = aligned(taken + sizeof(int));
   empties = plan + aligned((clusters + pairs) * sizeof(Split));
   stats = empties + aligned(num_seqs * sizeof(int));
   outputs = stats + aligned(2 * clusters * grid.cluster * kMaxGroup * sizeof(float2));

@@ -25,9 +25,11 @@ struct alignas(16) Split {
   int first;   // the cluster that reads the pair's first part
   int16_t part;
   int16_t parts;
-  int next;     // index in the plan of the cluster's next split; -1: none
+  int next;     // index in the plan of the cluster's next split; -1: none; -1 - n: one of n that all blocks share
   int empties;  // sequences without context in the whole batch: their outputs are zeros
 };
+
+constexpr int kPiecesABlock = 4;  // at most
 
 // The frozen side of a decode launch: from capacities and the device only.
 struct DecodeGrid {
@@ -36,6 +38,9 @@ struct DecodeGrid {
   int clusters;         // launched; single blocks may have several splits in turn
   int fixed_parts = 0;  // > 0: contexts are cut by their own length alone, into so many parts at most; see decode_grid
   int key_steps = 2;    // of a warp, whose keys may be on their way at once: see key_steps_of
+
+  // Clusters that a plan may name: those launched, and, of single blocks, pieces that they take as they get there.
+  int shares() const { return cluster == 1 ? clusters * (1 + kPiecesABlock) : clusters; }
 };
 
 // The grid for a batch: one cluster a (sequence, KV head) where that fits, as large as it fits; else single blocks.
@@ -45,11 +50,11 @@ DecodeGrid decode_grid(int num_seqs, int kv_heads, int head_dim, bool fixed);
 // plan_attention for a given grid.
 void plan_decode(const DecodeGrid& grid, const PlanAttentionArgs& args);
 
-// What lies in the workspace, as byte offsets. Tickets come first and have one place for every grid: they are zero
-// between launches, and nothing else may be written over them.
+// What lies in the workspace, as byte offsets. Tickets and the number of pieces taken come first and have one place for
+// every grid: they are zero between launches, and nothing else may be written over them.
 struct DecodeWorkspace {
   DecodeWorkspace(const DecodeGrid& grid, int num_seqs, int kv_heads, int group, int head_dim);
-  size_t tickets, plan, empties, stats, outputs, bytes;
+  size_t tickets, taken, plan, empties, stats, outputs, bytes;
 };
 
 // Where part `part` of a pair whose first part is cluster `first`'s leaves its partial result. A cluster has at most
@@ -80,6 +85,7 @@ struct Decode {
   const Split* plan;
   const int* empties;  // sequences without context
   int* tickets;        // [clusters][cluster]
+  int* taken;          // pieces, and attempts that found none left
   float2* stats;       // [2 clusters][cluster][kMaxGroup]
   float4* outputs;     // [2 clusters][group * head_dim / 4]
   float scale_log2;    // scale * log2(e): probabilities are powers of two
@@ -93,7 +99,11 @@ struct Decode {
   const void* k_norm_weight;
   float norm_eps;
   const float* cos_sin;
+  const char* ahead;  // kIdlePieces for each block of the grid, `ahead_stride` bytes apart
+  int ahead_stride;
+  int ahead_bytes;  // of a piece
 };
+constexpr int kIdlePieces = 11;
 
 template <int kDim>
 struct DecodeKernels {
@@ -101,7 +111,8 @@ struct DecodeKernels {
   // Clusters of 6 and 3 beside those of powers of two. Three single blocks of short heads fit a multiprocessor, so that
   // few clusters pay there.
   static constexpr bool kOddClusters = kDim == 128;
-  static int single_warps();  // of a thread block in no cluster
+  static constexpr bool kLargeClusters = kDim % 64 == 0;  // of 16, where the device runs them
+  static int single_warps();                              // of a thread block in no cluster
   static void launch(const KvPool& pool, const DecodeGrid& grid, const Decode& args, const Launch& launch);
   // Clusters of the kernel that the current device runs at once.
   static int resident_clusters(int cluster);

@@ -20,6 +20,12 @@ constexpr float kImbalance = 0.1f;   // of a block's share
 constexpr float kMergeParts = 1.5f;  // tickets, and reading back partial results
 constexpr float kNextSplit = 8.0f;   // a block's second split: nothing of it is fetched before the first is done
 
+// In rounds of a block's warps: from which stretch on a part of it is left for pieces, sixteenths that it keeps, and
+// the least piece.
+constexpr int kLongStretch = 40;
+constexpr int kStretched = 15;
+constexpr int kLeastPiece = 4;
+
 struct PlanInputs {
   const int* context_lens;
   int num_seqs;
@@ -75,21 +81,53 @@ struct Context {
   int empties;
 };
 
-// ---- single blocks: equal stretches
+// ---- single blocks: equal stretches, and pieces
 
-// Block i * kv_heads + h reads stretch i for head h. The first split of block b is entry b; the only other kind is part
-// 0 of a pair behind another pair's end: entry blocks + pair.
+// Share i of head h is block i * kv_heads + h's, or a piece of that number. Its first split is entry i * kv_heads + h
+// of the plan; the only other kind is part 0 of a pair behind another pair's end, in the entries that follow. Steps of
+// a stretch: the same for all, rounded up so that every warp has as many.
 __device__ __forceinline__ int stretch_of(int all, const PlanInputs& in) {
   const int fair = round_up(divide_up(all, in.grid.clusters / in.kv_heads), in.grid.warps);
   return max(max(fair, in.least_steps), in.grid.warps);
 }
 
+// How one head's steps, all contexts laid end to end, are cut into shares: stretches, one a block, then pieces, which
+// blocks take as they get there. Multiprocessors do not all get the same share of the bus: where a stretch is long,
+// blocks of equal stretches end far apart.
+struct Shares {
+  int stretches, stretch, pieces, piece;
+
+  __device__ __forceinline__ Shares(int all, const PlanInputs& in) {
+    const int most = in.grid.clusters / in.kv_heads, round = in.grid.warps;
+    stretch = stretch_of(all, in);
+    stretches = divide_up(all, stretch);
+    pieces = 0;
+    piece = stretch;
+    if (stretch < kLongStretch * round || stretch <= in.least_steps) return;
+    stretch = all / most * kStretched / (16 * round) * round;
+    stretches = most;
+    const int rest = all - stretches * stretch;
+    piece = max(round_up(divide_up(rest, kPiecesABlock * most), round), kLeastPiece * round);
+    pieces = divide_up(rest, piece);
+  }
+
+  __device__ __forceinline__ int count() const { return stretches + pieces; }
+  __device__ __forceinline__ int begin(int share) const {
+    return min(share, stretches) * stretch + max(share - stretches, 0) * piece;
+  }
+  // That which has this step.
+  __device__ __forceinline__ int at(int step) const {
+    const int behind = step - stretches * stretch;
+    return behind < 0 ? step / stretch : stretches + behind / piece;
+  }
+};
+
 __device__ inline void plan_stretches(const Context& c) {
   const PlanInputs& in = c.in;
-  const int heads = in.kv_heads, blocks = in.grid.clusters;
+  const int heads = in.kv_heads;
   const int all = sum_before(c.before, in.num_seqs, [&](int s) { return c.steps[s]; });
-  const int stretch = stretch_of(all, in);
-  const int used = divide_up(all, stretch) * heads;
+  const Shares shares(all, in);
+  const int used = shares.count() * heads, blocks = max(in.grid.clusters, used);
   for (int block = used + threadIdx.x; block < blocks; block += kThreads) {
     c.plan[block].seq = -1;
     c.plan[block].empties = c.empties;
@@ -100,13 +138,12 @@ __device__ inline void plan_stretches(const Context& c) {
     if (steps == 0) continue;
     int after = s + 1;  // the next sequence that has a context
     while (after < in.num_seqs && c.steps[after] == 0) ++after;
-    const int first = start / stretch, parts = (start + steps - 1) / stretch - first + 1;
+    const int first = shares.at(start), parts = shares.at(start + steps - 1) - first + 1;
     for (int i = lane; i < parts * heads; i += 32) {
       const int part = i / heads, head = i % heads;
-      const int begin = max(start, (first + part) * stretch), end = min(start + steps, (first + part + 1) * stretch);
-      const int block = (first + part) * heads + head;
-      const int entry = begin == (first + part) * stretch ? block : blocks + s * heads + head;
-      const bool is_last = end == min((first + part + 1) * stretch, all);
+      const int share = first + part, share_end = min(shares.begin(share + 1), all);
+      const int begin = max(start, shares.begin(share)), end = min(start + steps, share_end);
+      const int entry = begin == shares.begin(share) ? share * heads + head : blocks + s * heads + head;
       c.plan[entry] = {static_cast<int16_t>(s),
                        static_cast<int16_t>(head),
                        begin - start,
@@ -115,7 +152,7 @@ __device__ inline void plan_stretches(const Context& c) {
                        first * heads + head,
                        static_cast<int16_t>(part),
                        static_cast<int16_t>(parts),
-                       is_last ? -1 : blocks + after * heads + head,
+                       end == share_end ? -1 - shares.pieces * heads : blocks + after * heads + head,
                        c.empties};
     }
   }

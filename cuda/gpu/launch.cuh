@@ -73,4 +73,14 @@ void allow_shared_bytes(size_t bytes, bool shares = false) {
   allowed_on = device;
 }
 
+// Lets a kernel run in clusters of more than eight blocks on the current device.
+template <auto kKernel>
+void allow_large_clusters() {
+  static thread_local int allowed_on = -1;
+  const int device = current_device().id;
+  if (allowed_on == device) return;
+  check(cudaFuncSetAttribute(kKernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1), "cudaFuncSetAttribute");
+  allowed_on = device;
+}
+
 }  // namespace octavo::gpu

@@ -1,6 +1,8 @@
 // Paged attention: checks, then the decode or the prefill kernel of the head_dim.
 #include "octavo/paged_attention.h"
 
+#include <algorithm>
+
 #include "gpu/decode_plan.cuh"
 #include "gpu/launch.cuh"
 #include "gpu/prefill.cuh"
@@ -63,6 +65,7 @@ void decode(const Args& args, Decode decode) {
   decode.plan = reinterpret_cast<const Split*>(workspace + layout.plan);
   decode.empties = reinterpret_cast<const int*>(workspace + layout.empties);
   decode.tickets = reinterpret_cast<int*>(workspace + layout.tickets);
+  decode.taken = reinterpret_cast<int*>(workspace + layout.taken);
   decode.stats = reinterpret_cast<float2*>(workspace + layout.stats);
   decode.outputs = reinterpret_cast<float4*>(workspace + layout.outputs);
   decode.scale_log2 = args.scale * kLog2E;
@@ -73,6 +76,17 @@ void decode(const Args& args, Decode decode) {
   // its way early only delays the rows that the projection writes.
   decode.reads_early = grid.key_steps == 1 || pool.head_dim <= 64 || args.num_seqs > kManySeqs;
   with_head_dim(pool.head_dim, [&]<int kDim>() { DecodeKernels<kDim>::launch(pool, grid, decode, launch); });
+}
+
+// Spread over all of it, since every block of the matmul begins with rows of its own.
+void set_ahead(Decode& decode, const DecodeAttentionArgs& args) {
+  constexpr int64_t kLine = 128, kPieceBytes = 4096;
+  require(reinterpret_cast<uintptr_t>(args.ahead.data) % 16 == 0, "decode_attention: ahead must be 16-byte aligned");
+  const DecodeGrid grid = decode_grid(args.num_seqs, args.pool.kv_heads, args.pool.head_dim, args.fixed);
+  const int64_t pieces = int64_t{grid.clusters} * grid.cluster * kIdlePieces;
+  decode.ahead = static_cast<const char*>(args.ahead.data);
+  decode.ahead_stride = static_cast<int>(args.ahead.bytes / pieces / kLine * kLine);
+  decode.ahead_bytes = static_cast<int>(std::min<int64_t>(kPieceBytes, decode.ahead_stride));
 }
 
 void prefill(const PagedAttentionArgs& args) {
@@ -135,6 +149,7 @@ void decode_attention(const DecodeAttentionArgs& args) {
   rows.k_norm_weight = args.k_norm_weight;
   rows.norm_eps = args.norm_eps;
   rows.cos_sin = args.cos_sin;
+  set_ahead(rows, args);
   decode(args, rows);
 }
 

@@ -44,14 +44,6 @@ DecodeStream decode_stream(const char* op, const Tensor* residual, const Tensor&
   return stream;
 }
 
-// What the next matmul reads: any contiguous tensor, or None.
-Ahead ahead_of(const char* op, const OptionalTensor& tensor, const View& like) {
-  if (tensor.object.is_none()) return {};
-  View view(op, "ahead", tensor);
-  view.rank(2).contiguous().like(like);
-  return {view.data(), view.size(0) * view.size(1) * (view.dtype() == DType::kFloat32 ? 4 : 2)};
-}
-
 void decode_start(const Tensor& residual, const Tensor& scaled, const Tensor& square_sums, const Tensor& x,
                   const Tensor& norm_weight, uintptr_t stream, bool pdl) {
   const char* op = "decode_start";

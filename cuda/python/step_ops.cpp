@@ -84,7 +84,7 @@ void decode_attention(const Tensor& out, const Tensor& qkv, const Tensor& kv_poo
                       const Tensor& block_tables, const Tensor& context_lens, const Tensor& cos_sin, float scale,
                       const Tensor& workspace, const OptionalTensor& bias, const OptionalTensor& q_norm,
                       const OptionalTensor& k_norm, float norm_eps, uintptr_t stream, bool planned, bool fixed,
-                      bool pdl) {
+                      const OptionalTensor& ahead, bool pdl) {
   const char* op = "decode_attention";
   View pool_view(op, "kv_pool", kv_pool_);
   View out_view(op, "out", out);
@@ -133,6 +133,7 @@ void decode_attention(const Tensor& out, const Tensor& qkv, const Tensor& kv_poo
   args.workspace_bytes = static_cast<size_t>(workspace_view.size(0));
   args.planned = planned;
   args.fixed = fixed;
+  args.ahead = ahead_of(op, ahead, pool_view);
   args.launch = launch_on(stream, pdl);
   nb::gil_scoped_release released;
   gpu::decode_attention(args);
@@ -253,7 +254,8 @@ void init_step_ops(nb::module_& module) {
              "workspace"_a, "stream"_a, "pdl"_a = false);
   module.def("decode_attention", decode_attention, "out"_a, "qkv"_a, "kv_pool"_a, "layer"_a, "block_tables"_a,
              "context_lens"_a, "cos_sin"_a, "scale"_a, "workspace"_a, "bias"_a.none(), "q_norm"_a.none(),
-             "k_norm"_a.none(), "norm_eps"_a, "stream"_a, "planned"_a = false, "fixed"_a = false, "pdl"_a = false);
+             "k_norm"_a.none(), "norm_eps"_a, "stream"_a, "planned"_a = false, "fixed"_a = false,
+             "ahead"_a = nb::none(), "pdl"_a = false);
   module.def("embed", embed, "out"_a, "table"_a, "token_ids"_a, "sources"_a.none(), "newest"_a.none(), "stream"_a,
              "pdl"_a = false);
   module.def("advance", advance, "out"_a, "table"_a, "newest"_a, "rows"_a, "context_lens"_a, "positions"_a, "slots"_a,

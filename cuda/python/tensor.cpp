@@ -189,6 +189,13 @@ std::string View::shape_text() const {
   return text + "]";
 }
 
+Ahead ahead_of(const char* op, const OptionalTensor& tensor, const View& like) {
+  if (tensor.object.is_none()) return {};
+  View view(op, "ahead", tensor);
+  view.rank(2).contiguous().like(like);
+  return {view.data(), view.size(0) * view.size(1) * (view.dtype() == DType::kFloat32 ? 4 : 2)};
+}
+
 KvPool kv_pool(View& view) {
   view.rank(6).contiguous();
   KvPool pool;

@@ -62,6 +62,8 @@ class View {
 
 // The six-axis, contiguous pool argument.
 KvPool kv_pool(View& view);
+// Weights that an op may bring into the L2: any contiguous matrix, or None.
+Ahead ahead_of(const char* op, const OptionalTensor& tensor, const View& like);
 
 }  // namespace octavo::python
 

@@ -20,12 +20,12 @@ if TYPE_CHECKING:
     from engine.model.decoder import DecoderWeights
 
 Tensor = torch.Tensor
-Attention = Callable[[int, Tensor], Tensor]  # layer, its QKV rows -> attended rows
+Attention = Callable[[int, Tensor, Tensor | None], Tensor]  # layer, its QKV rows, weights to come -> attended rows
 
 _log = logging.getLogger(__name__)
 
-# Bytes of a gate-up weight from which its first ones, brought into the L2 while the output projection runs, spare more
-# than they cost the others. The other matmuls gain nothing by it: cuda/bench/LOG.md.
+# Bytes of a gate-up weight from which a part of it, brought into the L2 while attention and the output projection run,
+# spares more than it costs the others. The other matmuls gain nothing by it: cuda/bench/LOG.md.
 _WORTH_FETCHING_AHEAD = 32 << 20
 
 
@@ -68,9 +68,9 @@ class DecodeChain:
         self._begin(batch)
         for index, (layer, next_norm) in enumerate(zip(layers, norms, strict=True)):
             ops_decode.norm_linear(qkv, stream, layer.qkv.weight, eps, opens_step=index == 0, pdl=pdl)
-            attended = attention(index, qkv)
-            ahead = layer.gate_up.weight if self._fetches_ahead else None
-            ops_decode.linear_add(stream, attended, layer.o.weight, layer.post_norm, ahead=ahead, pdl=pdl)
+            gate, up = layer.gate_up.weight.chunk(2) if self._fetches_ahead else (None, None)
+            attended = attention(index, qkv, gate)
+            ops_decode.linear_add(stream, attended, layer.o.weight, layer.post_norm, ahead=up, pdl=pdl)
             ops_decode.norm_gate_up(activated, stream, layer.gate_up.weight, eps, pdl=pdl)
             ops_decode.linear_add(stream, activated, layer.down.weight, next_norm, pdl=pdl)
         if greedy is None or not self.finds_best:

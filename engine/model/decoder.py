@@ -296,14 +296,15 @@ class Decoder:
             return self._attend(index, query, step)
         qkv = layer.qkv(normed, step.rows.qkv, own=step.own, pdl=batch.pdl)
         self.pulse()
-        return self._attention(index, qkv, step)
+        return self._attention(index, qkv, step=step)
 
     def _makes_query_and_kv(self, linear: Linear, tokens: int) -> bool:
         rotates_all = self.spec.rope.rotary_dim == self.spec.head_dim
         return rotates_all and linear.makes_query_and_kv(tokens, self.spec.head_dim)
 
-    def _attention(self, index: int, qkv: Tensor, step: _Step) -> Tensor:
-        """Attended rows [T, q_size] of QKV rows [T, qkv_size]; K and V go to the pool."""
+    def _attention(self, index: int, qkv: Tensor, ahead: Tensor | None = None, *, step: _Step) -> Tensor:
+        """Attended rows [T, q_size] of QKV rows [T, qkv_size]; K and V go to the pool. ahead: as in
+        `ops.decode_attention`."""
         batch, layer = step.batch, self.weights.layers[index]
         if self._fuses_attention and batch.max_query_len == 1 and batch.workspace is not None:
             ops.decode_attention(
@@ -322,6 +323,7 @@ class Decoder:
                 norm_eps=self.spec.norm_eps,
                 planned=True,
                 fixed=self._batch_invariant,
+                ahead=ahead,
                 pdl=batch.pdl,
             )
             return step.rows.attended

@@ -68,6 +68,26 @@ def test_the_same_bits_every_time() -> None:
         assert torch.equal(case.attend(workspace), first)
 
 
+@pytest.mark.parametrize(
+    ("heads", "batch", "longest"), [((16, 8, 128), 48, 10000), ((12, 2, 128), 100, 16000), ((9, 3, 64), 160, 14000)]
+)
+def test_pieces_that_any_block_may_take(heads: tuple[int, int, int], batch: int, longest: int) -> None:
+    """Of long contexts a part is taken by whichever block gets there: chance, which no result shows, nor the count that
+    is left to the next launch."""
+    case = paged_case(ragged(batch, longest, 1), heads=heads, layers=1)
+    workspace = case.workspace()
+    first = case.attend(workspace)
+    assert relative_error(first, case.truth()) < BOUND[torch.bfloat16]
+    ops.plan_attention(case.context_lens, heads[0], heads[1], heads[2], workspace)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        chained = [case.attend(workspace, planned=True, pdl=True) for _ in range(4)]
+    for _ in range(5):
+        graph.replay()
+        for out in chained:
+            assert torch.equal(out, first)
+
+
 @pytest.mark.parametrize("heads", MODELS, ids=str)
 @pytest.mark.parametrize("batch", [1, 4, 33, 64])
 def test_fixed_splits_give_a_sequence_the_same_bits_in_any_company(batch: int, heads: tuple[int, int, int]) -> None:

@@ -224,7 +224,8 @@ def test_begin_equals_embed_start_and_plan(batch: int, dtype: torch.dtype, fixed
 
 @pytest.mark.parametrize("batch", [1, 8, 64])
 def test_a_step_that_starts_early_reads_the_plan_of_its_own_lengths(batch: int) -> None:
-    """begin lets the first matmul start beside it; attention, which reads the plan early, comes behind both."""
+    """begin lets the first matmul start beside it; attention, which reads the plan early, comes behind both. Weights
+    that its idle blocks fetch change nothing."""
     hidden, vocab, heads, dtype = 1536, 500, (12, 2, 128), torch.bfloat16
     q_heads, kv_heads, head_dim = heads
     table, norm, matrix = random(vocab, hidden, dtype=dtype), norm_of(hidden, dtype), weight(2048, hidden, dtype)
@@ -242,7 +243,12 @@ def test_a_step_that_starts_early_reads_the_plan_of_its_own_lengths(batch: int) 
         ops_decode.begin(stream, table, token_ids, norm, lens, *heads, workspace, pdl=pdl)
         ops_decode.norm_linear(qkv, stream, matrix, EPS, opens_step=True, pdl=pdl)
         ops.decode_attention(
-            *(out, qkv, pool, 0, tables, lens, cos_sin), scale=0.1, workspace=workspace, planned=True, pdl=pdl
+            *(out, qkv, pool, 0, tables, lens, cos_sin),
+            scale=0.1,
+            workspace=workspace,
+            planned=True,
+            ahead=matrix if pdl else None,
+            pdl=pdl,
         )
 
     run(pdl=False)

@@ -169,7 +169,7 @@ def test_the_fused_step_plans_its_attention_likewise(tiny: Path, begun: Calls, b
     weights: Any = dataclasses.replace(made.weights, layers=layers, head=Weightless())  # type: ignore[arg-type]
     chain = DecodeChain(made.spec, weights, CPU, torch.bfloat16, fixed=batch_invariant)
     scratch = torch.zeros(3, 1)
-    chain.run(batch_of(made, [1, 1, 1]), lambda _, qkv: qkv, scratch, scratch, scratch)
+    chain.run(batch_of(made, [1, 1, 1]), lambda _, qkv, ahead: qkv, scratch, scratch, scratch)
     assert begun == [("begin", batch_invariant)]
 
 

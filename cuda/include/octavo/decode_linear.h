@@ -20,13 +20,6 @@ struct DecodeStream {
   int32_t hidden;
 };
 
-// What the matmul after this one reads: weights, whose first bytes this one asks the L2 for once its own are on their
-// way. So that one starts without the memory's latency. No result depends on it.
-struct Ahead {
-  const void* data = nullptr;  // 16-byte aligned
-  int64_t bytes = 0;
-};
-
 enum class DecodeLinear : int32_t { kNormLinear = 0, kNormGateUp = 1, kLinearAdd = 2 };
 
 // residual = x, the embeddings of the step's tokens.

@@ -39,7 +39,7 @@ struct PlanAttentionArgs {
   int32_t kv_heads;
   int32_t head_dim;
   int32_t least_tokens;  // of a context that a thread block reads on its own; 0: chosen on the device (else for tests)
-  bool fixed;  // a sequence's bits depend on itself alone, not on its company: slower, and 16 to 32 times the workspace
+  bool fixed;  // a sequence's bits depend on itself alone, not on its company: slower, and several times the workspace
   void* workspace;
   size_t workspace_bytes;
   Launch launch;
@@ -82,6 +82,7 @@ struct DecodeAttentionArgs {
   size_t workspace_bytes;
   bool planned;
   bool fixed;
+  Ahead ahead;  // fetched by thread blocks that have no part of any context
   Launch launch;
 };
 

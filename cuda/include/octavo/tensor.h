@@ -37,4 +37,10 @@ struct Launch {
   bool pdl = false;
 };
 
+// Weights that a later matmul reads: an op with time to spare asks the L2 for some of them. No result depends on it.
+struct Ahead {
+  const void* data = nullptr;  // 16-byte aligned
+  int64_t bytes = 0;
+};
+
 }  // namespace octavo
