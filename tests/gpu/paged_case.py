@@ -48,10 +48,13 @@ class PagedCase:
         planned: bool = False,
         fixed: bool = False,
         pdl: bool = False,
+        out: Tensor | None = None,
     ) -> Tensor:
-        """The op's output, over a poisoned buffer. least_tokens: plan with it first; planned: that was done before."""
+        """The op's output, in `out` or a poisoned buffer. least_tokens: plan with it first; planned: that was done
+        before."""
         _, q_heads, head_dim = self.query.shape
-        out = torch.full_like(self.query, float("nan"))
+        if out is None:
+            out = torch.full_like(self.query, float("nan"))
         if least_tokens is not None:
             ops.plan_attention(
                 self.context_lens, q_heads, self.pool.shape[3], head_dim, workspace, least_tokens=least_tokens, pdl=pdl
