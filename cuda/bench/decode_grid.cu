@@ -117,6 +117,7 @@ struct Bench {
     args.plan = reinterpret_cast<const Split*>(workspace + layout.plan);
     args.empties = reinterpret_cast<const int*>(workspace + layout.empties);
     args.tickets = reinterpret_cast<int*>(workspace + layout.tickets);
+    args.taken = reinterpret_cast<int*>(workspace + layout.taken);
     args.stats = reinterpret_cast<float2*>(workspace + layout.stats);
     args.outputs = reinterpret_cast<float4*>(workspace + layout.outputs);
     args.scale_log2 = 0.1f;
