@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from loadtest.judgements import LevelClass, Measures, Verdict
+from loadtest.judgements import LevelClass, MachineSpeed, Measures, Verdict
+from loadtest.machine import Machine
 from loadtest.measure import LevelRows, measure
 from loadtest.records import Limits, Phase
 
 KEEPS_UP = 0.98  # completions over arrivals
 GROWTH = 1 - KEEPS_UP  # of the arrivals, that stay in flight: what a slope surely has to exceed
+MOST_LUCK = 0.02  # with which a level that completes less still keeps up
 ERRORS = 0.001  # of arrivals, that fail
 COLLAPSE = 0.8  # of the best at a lower rate
 FELT = 0.1  # of the mean TTFT, over a window
@@ -24,33 +26,37 @@ CRASHED = frozenset({"ENGINE_DIED", "ENGINE_STALLED", "ENGINE_STARTING", "UNAVAI
 
 def voids(part: LevelRows) -> str:
     """Why a level does not count; empty if it does."""
-    level, measures = part.level, measure([part], Limits(ttft=1.0, tpot=1.0))
+    level = part.level
     if level.interrupted:
         return "interrupted"
     if level.rate is None:
         return ""
-    if measures.client_cap:
-        return f"{measures.client_cap} requests were not sent: the client was full"
+    if part.client_cap:
+        return f"{part.client_cap} requests were not sent: the client was full"
     limit = max(LATENESS, LATENESS_SHARE / level.rate)
-    if measures.lateness_p99 > limit:
-        return f"sends were late: p99 {measures.lateness_p99 * 1e3:.1f} ms, at most {limit * 1e3:.1f} ms count"
-    if measures.client_cpu > CLIENT_CPU:
-        return f"a client used {measures.client_cpu:.0%} of a core"
+    if part.lateness_p99 > limit:
+        return f"sends were late: p99 {part.lateness_p99 * 1e3:.1f} ms, at most {limit * 1e3:.1f} ms count"
+    if part.client_cpu > CLIENT_CPU:
+        return f"a client used {part.client_cpu:.0%} of a core"
     return ""
 
 
-def grade(parts: Sequence[LevelRows], limits: Limits, lower: Sequence[Verdict] = ()) -> Verdict:
-    """The verdict of one group. lower: verdicts of groups of lower rates, which say what the best was."""
+def grade(
+    parts: Sequence[LevelRows], limits: Limits, lower: Sequence[Verdict] = (), machine: Machine | None = None
+) -> Verdict:
+    """The verdict of one group. lower: verdicts of groups of lower rates, which say what the best was. machine: of the
+    whole run."""
     void = {str(part.level.index): cause for part in parts if (cause := voids(part))}
     counted = [part for part in parts if str(part.level.index) not in void]
     level = parts[-1].level
     measures = measure(counted or parts, limits)
+    speed = machine.of_all([part.level for part in counted]) if machine is not None else None
     if not counted:
         level_class, evidence = LevelClass.VOID, "; ".join(sorted(set(void.values())))
     elif level.phase is Phase.RECOVERY:
         level_class, evidence = recovered(measures)
     else:
-        level_class, evidence = classify(measures, lower)
+        level_class, evidence = classify(measures, lower, speed)
     return Verdict(
         group=level.group,
         levels=[part.level.index for part in parts],
@@ -62,10 +68,13 @@ def grade(parts: Sequence[LevelRows], limits: Limits, lower: Sequence[Verdict] =
         concurrency=level.concurrency,
         multiple=level.multiple,
         void=void,
+        machine=speed,
     )
 
 
-def classify(measures: Measures, lower: Sequence[Verdict] = ()) -> tuple[LevelClass, str]:
+def classify(
+    measures: Measures, lower: Sequence[Verdict] = (), speed: MachineSpeed | None = None
+) -> tuple[LevelClass, str]:
     """The first rule that holds, from the worst to the best."""
     crashed = {reason: count for reason, count in measures.reasons.items() if reason in CRASHED}
     if crashed:
@@ -73,7 +82,14 @@ def classify(measures: Measures, lower: Sequence[Verdict] = ()) -> tuple[LevelCl
     if measures.longest_silence > SILENCE:
         return LevelClass.HUNG, f"{measures.longest_silence:.1f} s without a token or a step, with requests in flight"
     if keeps_up(measures):
+        if luck(measures) > MOST_LUCK and _completed_share(measures) < KEEPS_UP:
+            return (
+                LevelClass.CANNOT_TELL,
+                f"{_shares(measures)}, in a window that is off by {luck(measures):.1%} itself",
+            )
         return LevelClass.KEEPS_UP, _shares(measures)
+    if speed is not None and slowed(measures, speed):
+        return LevelClass.CANNOT_TELL, f"{_shares(measures)}, on a machine at {speed.value:.1%} of its mean speed"
     if (fall := collapse(measures, lower)) is not None:
         return LevelClass.COLLAPSING, fall
     if _answered_share(measures) >= KEEPS_UP and measures.refused and not _rises(measures):
@@ -93,10 +109,16 @@ def falls_behind(measures: Measures) -> bool:
     is of depend on each other, and a queue that comes and goes looks like one that grows."""
     if not measures.offered:
         return False
-    share, trend = measures.completion_rate / measures.offered, measures.in_flight_slope
-    if share < KEEPS_UP - luck(measures):
+    trend = measures.in_flight_slope
+    if _completed_share(measures) < KEEPS_UP - luck(measures):
         return True
     return trend is not None and trend.low > GROWTH * measures.offered
+
+
+def slowed(measures: Measures, speed: MachineSpeed) -> bool:
+    """Whether it fell behind by no more than the machine was slower than it is on average."""
+    enough = KEEPS_UP * measures.offered * min(1.0, speed.value)
+    return measures.failed <= ERRORS * measures.arrivals and measures.completion_rate >= enough
 
 
 def luck(measures: Measures) -> float:
@@ -138,9 +160,12 @@ def _rises(measures: Measures) -> bool:
     return trend.low > 0 and trend.value * measures.seconds > FELT * ttft.mean.value
 
 
+def _completed_share(measures: Measures) -> float:
+    return measures.completion_rate / measures.offered if measures.offered else 1.0
+
+
 def _shares(measures: Measures) -> str:
-    share = measures.completion_rate / measures.offered if measures.offered else 1.0
-    return f"completions are {share:.1%} of arrivals"
+    return f"completions are {_completed_share(measures):.1%} of arrivals"
 
 
 def _slope(measures: Measures) -> str:

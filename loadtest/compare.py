@@ -19,7 +19,7 @@ import numpy as np
 
 from loadtest.bootstrap import DRAWS, Batches, Samples, interval
 from loadtest.correction import Correction
-from loadtest.judge import corrected
+from loadtest.judge import corrected, keeps_up, told
 from loadtest.judgements import Distribution, LevelClass, Measures, Verdict
 from loadtest.measure import LevelRows, is_good, measure, served
 from loadtest.plots import axes
@@ -348,8 +348,9 @@ def shows(figure: Figure, pair: Pair) -> bool:
     are those of its queue; rates of one that does are those of the load."""
     if pair.first.concurrency is not None:
         return True
-    both = all(verdict.level_class is LevelClass.KEEPS_UP for verdict in (pair.first, pair.second))
-    neither = all(verdict.level_class is not LevelClass.KEEPS_UP for verdict in (pair.first, pair.second))
+    known = told((pair.first, pair.second))
+    both = len(known) == 2 and all(map(keeps_up, known))
+    neither = len(known) == 2 and not any(map(keeps_up, known))
     return neither if figure.load_bound else both and not pair.near_knee
 
 

@@ -141,7 +141,7 @@ def machine_tile(comparison: Comparison) -> Tile:
     if correction.why:
         return Tile("The machine", "not corrected", note=correction.why, tone="none")
     one, other = (seconds(machine.seconds) for machine in correction.machines)
-    note = f"in the second run, of the first: its reference took {one}, then {other} (medians)"
+    note = f"in the second run, of the first: its reference took {one}, then {other} (means)"
     return Tile("The machine's speed", share(correction.ratio), note=note)
 
 
@@ -158,10 +158,9 @@ def method() -> list[str]:
         "replacement; so what is near in time stays together. Levels that had the same arrivals (the same seed) are "
         "drawn together. The intervals hold for what varies within a run. What differs between two runs of the same "
         "code on the same machine (heat, neighbours, memory layout) is not in them.",
-        "The machine: where both runs took the reference (the same fixed work, before and after every level), times "
-        "are multiplied and rates divided by the machine's speed at their level, relative to its median in the first "
-        "run; the knee is one of rates so divided. An interval includes how well that speed is known, by how much it "
-        "changed from before to after, or does on average over a level, if that is more. It does not include that the "
+        "The machine: where both runs took the reference (the same fixed work, twice a second), times are multiplied "
+        "and rates divided by the machine's speed in their window, relative to its mean in the first run; the knee is "
+        "one of rates so divided. An interval includes how well that speed is known. It does not include that the "
         "reference is not the service: a machine slower by 8 % for the one may be slower by 6 for the other, which "
         "the margin is for. An open loop has fewer requests in flight on a faster machine; nothing corrects that.",
         f"A pair's interval is one of {share(CONFIDENCE)}; those over all levels hold together with "

@@ -1,6 +1,6 @@
 """Two runs on a machine that was not equally fast: what its speed did to each of their levels.
 
-Speeds of both runs are relative to the first one's median, so they say how fast the machine was at a level of either
+Speeds of both runs are relative to the first one's mean, so they say how fast the machine was at a level of either
 against one and the same. What is left is that the reference is not the service: a machine that is 8 % slower for one
 may be 6 or 10 % slower for the other, which the margin of a comparison has to cover.
 """
@@ -19,7 +19,7 @@ from loadtest.reading import Reading
 @dataclass(frozen=True)
 class Correction:
     """`why`: there is none; then all speeds are 1. `ratio`: how fast the machine was in the second run, relative to
-    the first (medians)."""
+    the first (means)."""
 
     machines: tuple[Machine, Machine]
     why: str
@@ -46,7 +46,7 @@ class Correction:
         return 0.0 if speed is None else speed.error
 
     def knees(self, first: Reading, second: Reading) -> tuple[Interval | None, Interval | None]:
-        """Of both, at the machine's median speed in the first."""
+        """Of both, at the machine's mean speed in the first."""
         one, other = first.summary.corrected_knee, second.summary.corrected_knee
         if self.why or one is None or other is None:
             return first.summary.knee, second.summary.knee

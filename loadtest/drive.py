@@ -7,6 +7,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Coroutine, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -73,7 +74,6 @@ class ServiceDriver:
         cooled = await self.gate.cool()
         index, self.next_level = self.next_level, self.next_level + 1
         arrivals = schedule_of(plan, self.mix)
-        before = await self._speed()
         begin = time.monotonic() + LEAD
         order = Order(
             level=index,
@@ -86,7 +86,10 @@ class ServiceDriver:
             concurrency=plan.concurrency,
         )
         schedule = self.result.write_schedule(index, arrivals) if plan.concurrency is None else ""
-        async with Telemetry(index, self.origin, self.address, self.metrics_url, self.pid) as telemetry:
+        async with (
+            Telemetry(index, self.origin, self.address, self.metrics_url, self.pid) as telemetry,
+            self._speeds() as times,
+        ):
             beside = asyncio.create_task(stage.beside(order))
             try:
                 played, recovery = await self._play(plan, order)
@@ -94,8 +97,7 @@ class ServiceDriver:
             finally:
                 beside.cancel()
         self.gate.note(telemetry.rows)
-        level = self._level(plan, order, schedule, played, recovery)
-        level = msgspec.structs.replace(level, before=before, after=await self._speed_after())
+        level = msgspec.structs.replace(self._level(plan, order, schedule, played, recovery), reference=times)
         if cooled >= 1.0:
             level = msgspec.structs.replace(level, parameters={**level.parameters, "cooled_seconds": round(cooled, 1)})
         rows = sorted((row for part in played for row in part.rows), key=lambda row: row.intended)
@@ -105,16 +107,8 @@ class ServiceDriver:
             raise asyncio.CancelledError
         return LevelRows(level, rows, telemetry.rows)
 
-    async def _speed(self) -> ReferenceTime | None:
-        return None if self.reference is None else await asyncio.to_thread(self.reference.take, self.origin)
-
-    async def _speed_after(self) -> ReferenceTime | None:
-        """Ctrl-C in just this moment ends the run and not the level, which is over."""
-        try:
-            return None if self.interrupted else await self._speed()
-        except asyncio.CancelledError:
-            self.interrupted = True
-            return None
+    def _speeds(self) -> AbstractAsyncContextManager[list[ReferenceTime]]:
+        return nullcontext([]) if self.reference is None else self.reference.watch(self.origin)
 
     async def _play(self, plan: LevelPlan, order: Order) -> tuple[list[Played], float | None]:
         probing = asyncio.create_task(self._recovery(order)) if plan.probes else None

@@ -96,6 +96,7 @@ def _behaviour(verdict: Verdict, kept: float | None) -> str:
         LevelClass.COLLAPSING: "collapses",
         LevelClass.HUNG: "hangs",
         LevelClass.CRASHED: "crashes",
+        LevelClass.CANNOT_TELL: "cannot be told to keep up or not",
     }
     found = words.get(verdict.level_class, str(verdict.level_class))
     return found if kept is None else f"{found} and holds {share(kept)} of its peak goodput"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -35,7 +36,7 @@ class Bracket:
 
 def bracket(verdicts: Iterable[Verdict], good: Callable[[Verdict], bool]) -> Bracket:
     """verdicts: of open-loop groups that count."""
-    known = [(verdict.rate, good(verdict)) for verdict in verdicts if verdict.rate is not None]
+    known = [(verdict.rate, good(verdict)) for verdict in told(verdicts, good) if verdict.rate is not None]
     having = [rate for rate, has in known if has]
     lacking = [rate for rate, has in known if not has]
     if not having or not lacking:
@@ -45,6 +46,23 @@ def bracket(verdicts: Iterable[Verdict], good: Callable[[Verdict], bool]) -> Bra
     below = [rate for rate in having if rate < min(lacking)]
     above = [rate for rate in lacking if rate > max(having)]
     return Bracket(max(below, default=None), min(above, default=None))
+
+
+def keeps_up(verdict: Verdict) -> bool:
+    return verdict.level_class is LevelClass.KEEPS_UP
+
+
+def told(verdicts: Iterable[Verdict], good: Callable[[Verdict], bool] = keeps_up) -> list[Verdict]:
+    """Without those that cannot tell and lack the property, of which it may be luck or the machine."""
+    return [verdict for verdict in verdicts if good(verdict) or verdict.level_class is not LevelClass.CANNOT_TELL]
+
+
+def contradictions(verdicts: Iterable[Verdict], good: Callable[[Verdict], bool]) -> list[Verdict]:
+    """Those that have a property which a lower rate lacks, and those that lack what a higher rate has."""
+    known = told(verdicts, good)
+    least = min((verdict.rate or 0.0 for verdict in known if not good(verdict)), default=math.inf)
+    most = max((verdict.rate or 0.0 for verdict in known if good(verdict)), default=0.0)
+    return [v for v in known if ((v.rate or 0.0) > least if good(v) else (v.rate or 0.0) < most)]
 
 
 def in_order(verdicts: Iterable[Verdict]) -> list[Verdict]:
@@ -68,12 +86,12 @@ def judge_levels(parts: Sequence[LevelRows], limits: Limits) -> list[Verdict]:
     for part in parts:
         groups[part.level.group].append(part)
     verdicts: dict[str, Verdict] = {}
+    machine = Machine([part.level for part in parts])
     for group in sorted(groups, key=lambda name: groups[name][0].level.rate or 0.0):
         rate = groups[group][0].level.rate or 0.0
         lower = [known for known in in_order(verdicts.values()) if (known.rate or 0.0) < rate]
-        verdicts[group] = grade(groups[group], limits, lower)
-    machine = Machine([part.level for part in parts])
-    return [machine.with_speed(verdicts[group]) for group in groups]
+        verdicts[group] = grade(groups[group], limits, lower, machine)
+    return [verdicts[group] for group in groups]
 
 
 def summarize(
@@ -85,7 +103,7 @@ def summarize(
     measures = {**measures_of(sweep, verdicts, knee), **extra}
     return Summary(
         knee=knee,
-        slo=_interval(bracket(sweep, meets_limits), SLO_SHARE),
+        slo=slo_of(sweep),
         complete=complete,
         measures=measures,
         scores=[score(hypothesis, measures) for hypothesis in run.hypotheses],
@@ -96,26 +114,21 @@ def summarize(
 
 
 def knee_of(sweep: Sequence[Verdict]) -> Interval | None:
-    """Its low end is what the highest rate that keeps up surely served: 98 % of it, since that is what keeping up
-    promises, less two standard deviations of the number in flight, which is by how much completions may have been
-    counted into the window by luck. Its high end is the lowest rate that does not keep up."""
-    found = _knee_bracket(sweep)
-    if found.low is None:
+    """From the most that a rate which keeps up surely served to the lowest rate that does not keep up."""
+    found = bracket(sweep, keeps_up)
+    if found.low is None or found.high is None:
         return None
-    kept = next(verdict.measures for verdict in sweep if verdict.rate == found.low)
-    return _interval(found, KEEPS_UP - luck(kept))
+    kept = [verdict for verdict in sweep if keeps_up(verdict) and (verdict.rate or 0.0) <= found.low]
+    return Interval(low=max(map(surely_served, kept)), high=found.high)
 
 
-def _knee_bracket(sweep: Iterable[Verdict]) -> Bracket:
-    return bracket(filter(_can_tell, sweep), lambda verdict: verdict.level_class is LevelClass.KEEPS_UP)
-
-
-def _can_tell(verdict: Verdict) -> bool:
-    """Not of a level beyond the knee that only luck lets keep up: its window is short, since it is to show something
-    else, and 95 % completed may then be 98."""
-    measures = verdict.measures
-    lucky = verdict.level_class is LevelClass.KEEPS_UP and measures.completion_rate < KEEPS_UP * measures.offered
-    return verdict.phase is not Phase.BEYOND or not lucky
+def surely_served(verdict: Verdict) -> float:
+    """Of a level that keeps up: 98 % of its rate, since that is what keeping up promises, less two standard deviations
+    of the number in flight, which is by how much completions may have been counted into the window by luck; over the
+    machine's speed where that was surely above its mean."""
+    speed = verdict.machine
+    fast = 1.0 if speed is None else max(1.0, speed.value - 2 * speed.error)
+    return (verdict.rate or 0.0) * (KEEPS_UP - luck(verdict.measures)) / fast
 
 
 def corrected_knee_of(sweep: Sequence[Verdict]) -> Interval | None:
@@ -123,14 +136,15 @@ def corrected_knee_of(sweep: Sequence[Verdict]) -> Interval | None:
     counts for more. None where a speed is not known."""
     if any(verdict.machine is None for verdict in sweep):
         return None
-    return knee_of([replace(verdict, rate=corrected(verdict, verdict.rate or 0.0)) for verdict in sweep])
+    return knee_of([replace(verdict, rate=corrected(verdict, verdict.rate or 0.0), machine=None) for verdict in sweep])
 
 
-def _interval(found: Bracket, share: float) -> Interval | None:
-    """From the rate that was surely served (the property promises `share` of it) to the rate that was surely not."""
+def slo_of(sweep: Sequence[Verdict]) -> Interval | None:
+    """From what the highest rate that meets the limits promises to the lowest that does not meet them."""
+    found = bracket(sweep, meets_limits)
     if found.low is None or found.high is None:
         return None
-    return Interval(low=found.low * share, high=found.high)
+    return Interval(low=found.low * SLO_SHARE, high=found.high)
 
 
 def measures_of(sweep: Sequence[Verdict], verdicts: Sequence[Verdict], knee: Interval | None) -> dict[str, float]:
@@ -140,15 +154,14 @@ def measures_of(sweep: Sequence[Verdict], verdicts: Sequence[Verdict], knee: Int
         found |= {"knee_low": knee.low, "knee_high": knee.high, "knee_width": knee.width}
     if sweep:
         found["best_goodput"] = max(served_goodput(verdict.measures) for verdict in sweep)
-        found["peak_goodput"] = _corrected_goodput(peak_of(sweep))
+        found["peak_goodput"] = peak_of(sweep).value
         found["peak_token_rate"] = max(verdict.measures.token_rate for verdict in verdicts)
-    keeping = [verdict for verdict in sweep if verdict.level_class is LevelClass.KEEPS_UP]
+    keeping = [verdict for verdict in sweep if keeps_up(verdict)]
     gaps = [v.measures.little_gap for v in keeping if v.measures.little_gap is not None]
     if gaps:
         found["little_gap"] = max(gaps)
-    for verdict in sweep:
-        if verdict.multiple is not None:
-            found |= _beyond(verdict, peak_of(sweep), found["best_goodput"])
+    for multiple in {verdict.multiple for verdict in sweep if verdict.multiple is not None}:
+        found |= _beyond([v for v in verdicts if v.multiple == multiple], peak_of(sweep), found["best_goodput"])
     for verdict in verdicts:
         found |= _special(verdict)
     speeds = [verdict.machine for verdict in verdicts if verdict.machine is not None]
@@ -166,40 +179,58 @@ def corrected(verdict: Verdict, rate: float) -> float:
     return rate if verdict.machine is None else rate / verdict.machine.value
 
 
-def _corrected_goodput(verdict: Verdict) -> float:
-    return corrected(verdict, served_goodput(verdict.measures))
+@dataclass(frozen=True)
+class Goodput:
+    """Requests/s in the windows of some groups together, over the machine's speed. `raw`: as measured. `error`: of
+    the speed, relative; None where it is not known."""
+
+    value: float
+    raw: float
+    error: float | None
+
+    @classmethod
+    def of(cls, verdicts: Sequence[Verdict]) -> Goodput:
+        whole = sum(verdict.measures.seconds for verdict in verdicts)
+        shares = [verdict.measures.seconds / whole for verdict in verdicts]
+        rates = [served_goodput(verdict.measures) for verdict in verdicts]
+        fair = [corrected(verdict, rate) for verdict, rate in zip(verdicts, rates, strict=True)]
+        errors = [verdict.machine.error for verdict in verdicts if verdict.machine is not None]
+        return cls(
+            value=sum(map(operator.mul, shares, fair)),
+            raw=sum(map(operator.mul, shares, rates)),
+            error=math.hypot(*map(operator.mul, shares, errors)) if len(errors) == len(verdicts) else None,
+        )
 
 
-def peak_of(sweep: Sequence[Verdict]) -> Verdict:
-    """The group that shows what the service can do: the highest rate that it keeps up with, or, if that is more, the
-    median group from 1.1 to 1.5 times it. The best of many levels would be a lucky one, and the better the more levels
-    there are; where nothing keeps up, it has to do. sweep: not empty."""
-    low = _knee_bracket(sweep).low
-    ordered = sorted(sweep, key=_corrected_goodput)
+def peak_of(sweep: Sequence[Verdict]) -> Goodput:
+    """What the service can do: at the highest rate that it keeps up with, or, if that is more, in all levels from 1.1
+    to 1.5 times it. The best of many levels would be a lucky one, and the better the more levels there are; where
+    nothing keeps up, it has to do. sweep: not empty."""
+    low = bracket(sweep, keeps_up).low
     if low is None:
-        return ordered[-1]
-    least, most = FULL[0] * low, FULL[1] * low * (1 + NEAR)
-    full = [verdict for verdict in ordered if least <= (verdict.rate or 0.0) <= most]
-    knee = next(verdict for verdict in ordered if verdict.rate == low)
-    return max([knee, *full[len(full) // 2 :][:1]], key=_corrected_goodput)
+        groups = [[verdict] for verdict in sweep]
+    else:
+        least, most = FULL[0] * low, FULL[1] * low * (1 + NEAR)
+        groups = [[v for v in sweep if v.rate == low], [v for v in sweep if least <= (v.rate or 0.0) <= most]]
+    return max((Goodput.of(group) for group in groups if group), key=lambda goodput: goodput.value)
 
 
-def _beyond(verdict: Verdict, peak: Verdict, best: float) -> dict[str, float]:
-    """`best_goodput_share`: uncorrected, of the best of all."""
-    measures, suffix = verdict.measures, f"_at_{verdict.multiple:g}"
-    most = _corrected_goodput(peak)
-    share = _corrected_goodput(verdict) / most if most else 0.0
+def _beyond(verdicts: Sequence[Verdict], peak: Goodput, best: float) -> dict[str, float]:
+    """verdicts: of one multiple of the knee, the level before recovery among them. `best_goodput_share`: uncorrected,
+    of the best of all levels."""
+    suffix, goodput = f"_at_{verdicts[0].multiple:g}", Goodput.of(verdicts)
+    share = goodput.value / peak.value if peak.value else 0.0
     found = {
         f"goodput_share{suffix}": share,
-        f"best_goodput_share{suffix}": served_goodput(measures) / best if best else 0.0,
+        f"best_goodput_share{suffix}": goodput.raw / best if best else 0.0,
+        f"failed{suffix}": sum(verdict.measures.failed for verdict in verdicts),
     }
-    if verdict.machine is not None and peak.machine is not None and verdict is not peak:
-        found[f"goodput_share{suffix}_error"] = share * math.hypot(verdict.machine.error, peak.machine.error)
-    if measures.ttft is not None:
-        found[f"ttft_p99{suffix}"] = measures.ttft.p99.value
-    if measures.refusal is not None:
-        found[f"refusal_p99{suffix}"] = measures.refusal.p99.value
-    found[f"failed{suffix}"] = measures.failed
+    if goodput.error is not None and peak.error is not None:
+        found[f"goodput_share{suffix}_error"] = share * math.hypot(goodput.error, peak.error)
+    for name in ("ttft", "refusal"):
+        times = [getattr(verdict.measures, name) for verdict in verdicts]
+        if known := [time.p99.value for time in times if time is not None]:
+            found[f"{name}_p99{suffix}"] = max(known)
     return found
 
 

@@ -14,6 +14,8 @@ class Judgement(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class LevelClass(StrEnum):
+    """CANNOT_TELL: on which side of the knee the level is; its other figures count. VOID: nothing of it counts."""
+
     KEEPS_UP = "keeps up"
     SATURATED_STABLE = "saturated, stable"
     SATURATED_GROWING = "saturated, growing"
@@ -22,6 +24,7 @@ class LevelClass(StrEnum):
     CRASHED = "crashed"
     RECOVERED = "recovered"
     NOT_RECOVERED = "not recovered"
+    CANNOT_TELL = "cannot tell"
     VOID = "void"
 
 
@@ -95,8 +98,8 @@ class Measures(Judgement, frozen=True, kw_only=True):
 
 
 class MachineSpeed(Judgement, frozen=True, kw_only=True):
-    """How fast the machine was around a group's levels: `value` times its median over the run, `error` (relative, one
-    standard deviation) how well that is known. `unsteady`: levels around which it changed too much to say."""
+    """How fast the machine was in a group's windows: `value` times its mean over the run's, `error` (one standard
+    deviation) how well that is known. `unsteady`: levels of which it is known badly."""
 
     value: float
     error: float

@@ -1,26 +1,20 @@
-"""What the reference says of a run: how fast the machine was at each level, relative to its median over the run.
-
-A level's speed is the mean of the two times taken before and after it. How far the machine may have strayed between
-them is not known; what is known is by how much it moves in the time of a level.
-"""
+"""What the reference says of a run: how fast the machine was in each level's window, relative to its mean over all."""
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from msgspec.structs import replace
-
-from loadtest.judgements import MachineSpeed, Verdict
+from loadtest.judgements import MachineSpeed
 from loadtest.records import Level, ReferenceTime, Run
 
-UNSTEADY = 0.04  # by which before and after differ
-# Of a speed that jumps by D at any moment between the two times, or wanders by D on average from one to the other, the
-# mean is off theirs by D / sqrt(12).
-BRIDGE = 1 / math.sqrt(12)
+UNSTEADY = 0.03  # a standard deviation of a level's speed, from which on it is known badly
+LEAST_TIMES = 4
+STRETCHES = 10  # of a window, whose means are nearly independent
 
 
 @dataclass(frozen=True)
@@ -31,30 +25,28 @@ class Machine:
 
     @cached_property
     def times(self) -> list[ReferenceTime]:
-        return [time for level in self.levels for time in (level.before, level.after) if time is not None]
+        return [time for level in self.levels for time in in_window(level)]
 
     @cached_property
     def seconds(self) -> float | None:
-        """What speed 1 takes: the median."""
-        return statistics.median(time.seconds for time in self.times) if self.times else None
+        """What speed 1 takes: with it the mean speed is 1."""
+        return statistics.harmonic_mean(time.seconds for time in self.times) if self.times else None
 
     def at(self, time: ReferenceTime) -> float:
         assert self.seconds is not None
         return self.seconds / time.seconds
 
-    @cached_property
-    def wander(self) -> float:
-        """By how much it changes in the time of a level (root mean square, relative)."""
-        changes = [changed for level in self.levels if (changed := change(level)) is not None]
-        return math.sqrt(statistics.fmean(value**2 for value in changes)) if changes else 0.0
-
     def of(self, level: Level) -> MachineSpeed | None:
-        changed = change(level)
-        if changed is None or level.before is None or level.after is None:
+        speeds = [self.at(time) for time in in_window(level)]
+        if len(speeds) < LEAST_TIMES:
             return None
-        value = (self.at(level.before) + self.at(level.after)) / 2
-        error = max(changed, self.wander) * BRIDGE
-        return MachineSpeed(value=value, error=error, unsteady=[level.index] if changed > UNSTEADY else [])
+        count = min(STRETCHES, len(speeds))
+        ends = [round(index * len(speeds) / count) for index in range(count + 1)]
+        means = [statistics.fmean(speeds[low:high]) for low, high in itertools.pairwise(ends)]
+        error = statistics.stdev(means) / math.sqrt(count)
+        return MachineSpeed(
+            value=statistics.fmean(speeds), error=error, unsteady=[level.index] if error > UNSTEADY else []
+        )
 
     def of_all(self, levels: Iterable[Level]) -> MachineSpeed | None:
         """Over the windows of several levels; None if one of them has none."""
@@ -70,19 +62,9 @@ class Machine:
             unsteady=[index for speed in known for index in speed.unsteady],
         )
 
-    def with_speed(self, verdict: Verdict) -> Verdict:
-        """Of its levels that count."""
-        counted = [
-            level for level in self.levels if level.index in verdict.levels and str(level.index) not in verdict.void
-        ]
-        return replace(verdict, machine=self.of_all(counted))
 
-
-def change(level: Level) -> float | None:
-    """Between before and after, relative."""
-    if level.before is None or level.after is None:
-        return None
-    return abs(level.after.seconds / level.before.seconds - 1)
+def in_window(level: Level) -> list[ReferenceTime]:
+    return [time for time in level.reference if level.window_start <= time.at < level.window_end]
 
 
 def why_uncorrected(run: Run) -> str:

@@ -186,6 +186,19 @@ class LevelRows:
         """Between tokens, of all that was served."""
         return [gap for row in self.served for gap in row.gaps()]
 
+    @property
+    def client_cap(self) -> int:
+        return sum(row.outcome is Outcome.CLIENT_CAP for row in self.arrived)
+
+    @property
+    def lateness_p99(self) -> float:
+        return lateness_p99(self.arrived)
+
+    @property
+    def client_cpu(self) -> float:
+        """Of the busiest."""
+        return max((report.cpu for report in self.level.clients), default=0.0)
+
     @cached_property
     def served(self) -> list[RequestRow]:
         return [row for row in self.arrived if row.outcome in (Outcome.COMPLETED, Outcome.CENSORED)]
@@ -202,7 +215,6 @@ def measure(parts: Sequence[LevelRows], limits: Limits) -> Measures:
     drains = [part.drain for part in parts]
     gaps = [part.little for part in parts]
     clients = [report for part in parts for report in part.level.clients]
-    lateness = distribution([late for row in arrived if (late := row.lateness) is not None])
     good = sum(is_good(row, limits) for row in arrived)
     return Measures(
         seconds=seconds,
@@ -238,9 +250,9 @@ def measure(parts: Sequence[LevelRows], limits: Limits) -> Measures:
                 if row.outcome is Outcome.REFUSED and row.finish is not None and row.sent is not None
             ]
         ),
-        lateness_p99=lateness.p99.value if lateness else 0.0,
+        lateness_p99=lateness_p99(arrived),
         lag_p99=max((report.lag_p99 for report in clients), default=0.0),
-        client_cpu=max((report.cpu for report in clients), default=0.0),
+        client_cpu=max(part.client_cpu for part in parts),
         preemptions=sum(_growth(part, "preemptions_total") for part in parts) / seconds,
         cached_share=_cached_share(arrived),
         drain=None if None in drains else max((drain for drain in drains if drain is not None), default=None),
@@ -248,6 +260,11 @@ def measure(parts: Sequence[LevelRows], limits: Limits) -> Measures:
         longest_silence=max((part.longest_silence for part in parts), default=0.0),
         reasons=dict(Counter(reason_of(row) for row in arrived if row.outcome is not Outcome.COMPLETED)),
     )
+
+
+def lateness_p99(rows: Iterable[RequestRow]) -> float:
+    found = distribution([late for row in rows if (late := row.lateness) is not None])
+    return found.p99.value if found else 0.0
 
 
 def is_good(row: RequestRow, limits: Limits) -> bool:

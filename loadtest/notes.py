@@ -23,9 +23,9 @@ def machine_notes(run: Run, summary: Summary) -> list[str]:
         return []
     slowest, fastest = share(known["machine_slowest"]), share(known["machine_fastest"])
     unsteady = (
-        f"around {known['machine_unsteady_levels']:g} levels it changed by more than {share(UNSTEADY)} (unsteady)"
+        f"of {known['machine_unsteady_levels']:g} levels it is known no better than to {share(UNSTEADY)} (unsteady)"
     )
-    found = [f"The machine ran at {slowest} to {fastest} of its median speed; {unsteady}."]
+    found = [f"The machine ran at {slowest} to {fastest} of its mean speed; {unsteady}."]
     if summary.corrected_knee is not None:
         found.append(f"The knee over the machine's speed: {interval(summary.corrected_knee)}.")
     return found

@@ -6,8 +6,8 @@ from collections import defaultdict
 from collections.abc import Sequence
 from functools import cached_property
 
-from loadtest.judge import in_order, judge_levels, summarize
-from loadtest.judgements import LevelClass, Verdict
+from loadtest.judge import in_order, judge_levels, keeps_up, summarize, told
+from loadtest.judgements import Verdict
 from loadtest.measure import LevelRows, by_level
 from loadtest.records import Phase, TelemetryRow
 from loadtest.result import Result
@@ -59,8 +59,8 @@ class Reading:
     def around_knee(self) -> list[Verdict]:
         """Up to four groups that tell the story: the lowest rate, the highest that keeps up, the lowest above it that
         does not, the highest rate."""
-        keeping = [verdict for verdict in self.sweep if verdict.level_class is LevelClass.KEEPS_UP]
+        keeping = [verdict for verdict in self.sweep if keeps_up(verdict)]
         last = keeping[-1].rate if keeping else None
-        lost = [v for v in self.sweep if v not in keeping and (last is None or (v.rate or 0.0) > last)]
+        lost = [v for v in told(self.sweep) if not keeps_up(v) and (last is None or (v.rate or 0.0) > last)]
         picked: Sequence[Verdict] = [*self.sweep[:1], *keeping[-1:], *lost[:1], *self.sweep[-1:]]
         return [verdict for index, verdict in enumerate(picked) if verdict not in picked[:index]]

@@ -50,22 +50,18 @@ class Fingerprint(Record, frozen=True, kw_only=True):
 
 class ReferenceWork(Record, frozen=True, kw_only=True):
     """The piece of work that `ReferenceTime`s are of. Times of two runs are comparable where all of it is equal.
-    `bytes`: of weights, of all threads."""
+    `bytes`: of weights."""
 
     name: str
-    threads: int
     bytes: int
     numpy: str
 
 
 class ReferenceTime(Record, frozen=True, kw_only=True):
-    """How long that work took, as a median of several rounds, with the service idle. `python`: the part of it that was
-    pure Python. `spread`: between the rounds' quartiles, relative to the median."""
+    """How much of a core's time that work took, once."""
 
     at: float
     seconds: float
-    python: float = 0.0
-    spread: float = 0.0
 
 
 class Target(Record, frozen=True, kw_only=True):
@@ -281,7 +277,8 @@ class Level(Record, frozen=True, kw_only=True):
     (closed loop). `repeat`: 0, 1, ... in its group. `multiple`: rate over the knee, in phase BEYOND.
     `start` <= `window_start` <= `window_end` (arrivals stop) <= `end` (nothing in flight, or cut off). A closed loop
     has neither warm-up nor drain in its window. `schedule`: its file. `interrupted`: Ctrl-C cut it short.
-    `recovery`: as in `Measures`, where probes were sent. `before`, `after`: of the machine's speed.
+    `recovery`: as in `Measures`, where probes were sent. `reference`: times all along, where
+    they say something of the service.
     """
 
     index: int
@@ -302,8 +299,7 @@ class Level(Record, frozen=True, kw_only=True):
     interrupted: bool = False
     recovery: float | None = None
     clients: list[ClientReport] = []
-    before: ReferenceTime | None = None
-    after: ReferenceTime | None = None
+    reference: list[ReferenceTime] = []
     parameters: dict[str, Any] = {}
 
 

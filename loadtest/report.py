@@ -293,14 +293,17 @@ def method(run: Run) -> list[str]:
         "completions may owe to luck (as above), to the lowest rate that does not. The limits' interval: from "
         f"{share(SLO_SHARE)} of the highest rate at which goodput was at least so much of what was "
         "offered, to the lowest at which it was not.",
-        "The machine's speed: a fixed piece of work on all cores, timed while nothing is asked of the service, before "
-        "and after every level. A level's speed is the mean of the two over the run's median. Its error (±, one "
-        "standard deviation) is what they differ by, or differ by on average if that is more, over the root of 12: as "
-        "of a speed that jumps at any moment between them, or wanders. Where they differ by more than "
-        f"{share(UNSTEADY)} the level is marked unsteady. Everything here is as measured but for what says that it is "
-        "over the machine's speed: the goodput hypothesis, and a second knee.",
+        "The machine's speed: a fixed piece of work, twice a second, by the clock of its own thread. A level's speed "
+        "is the mean in its window over that in all, its error (±, one standard deviation) that of the means of ten "
+        f"stretches of the window; from {share(UNSTEADY)} on the level is marked unsteady. Everything here is as "
+        "measured but for what says that it is over the machine's speed: the goodput hypothesis, a second knee, and "
+        "two doubts. A level that fell behind by no more than the machine was slower just then cannot tell, and a knee "
+        "begins at its rate over the machine's speed if that was surely above the mean. A level cannot tell, either, "
+        f"that only luck lets keep up, if its window is so short that luck is more than {share(classify.MOST_LUCK)}. "
+        "Where levels contradict each other, the search repeats them while there is time.",
         "Goodput beyond the knee is judged against its peak: at the highest rate that is kept up with, all repeats "
-        f"together, or in the median group from {FULL[0]:g} to {FULL[1]:g} times it, if that is more; both over the "
+        f"together, or in all levels from {FULL[0]:g} to {FULL[1]:g} times it, if that is more; the level before "
+        "recovery counts with the one of its rate; all over the "
         "machine's speed. The best of all levels is the luckiest one, and the luckier the more levels there are; "
         "against it, uncorrected, stands a hypothesis of its own.",
         f"A level is voided when the client was the bottleneck: sends later than {seconds(classify.LATENESS)} (p99) "

@@ -15,15 +15,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from loadtest.classify import grade
-from loadtest.judge import Bracket, bracket, in_order, knee_of, meets_limits
+from loadtest.judge import Bracket, bracket, contradictions, corrected, in_order, keeps_up, knee_of, meets_limits
 from loadtest.judgements import LevelClass, Verdict
+from loadtest.machine import Machine
 from loadtest.measure import LevelRows
 from loadtest.plan import Driver, LevelPlan
-from loadtest.records import Arrival, ArrivalProcess, Level, Limits, Phase
+from loadtest.records import Arrival, ArrivalProcess, Limits, Phase
 
 GAIN = 1.05  # of the rate, for the closed loop to go on doubling
 LOW = 0.8  # of the bound that calibration found: rungs below it are short
-GOOD = frozenset({LevelClass.KEEPS_UP})
 MOST_RUNGS = 16  # extensions of the ladder in one direction
 MOST_BISECTIONS = 24
 NARROWINGS = 3
@@ -98,6 +98,7 @@ class Search:
         await self.knee()
         await self.bisect(meets_limits, Phase.REFINE, self.settings.slo_levels, self.settings.width)
         await self.bends()
+        await self.knee()  # of which shorter windows have said something since
         await self.beyond()
 
     # --- phases -----------------------------------------------------------------------------------------------------
@@ -120,17 +121,18 @@ class Search:
         for share in self.settings.ladder:
             window = self.settings.rung if share < LOW else None
             verdict = await self.run(self._open(Phase.LADDER, bound * share, window))
-            if verdict.level_class not in GOOD and share != self.settings.ladder[0]:
+            if not keeps_up(verdict) and share != self.settings.ladder[0]:
                 break
         await self.extend(bound)
 
     async def extend(self, bound: float) -> None:
-        """Goes on downwards or upwards until there is a bracket."""
+        """Goes on downwards or upwards from all that was tried, until there is a bracket."""
         for _ in range(MOST_RUNGS):
             found = self._bracket()
             if found.low is not None and found.high is not None:
                 return
-            rate = found.high / 2 if found.low is None and found.high is not None else (found.low or bound) * 1.15
+            tried = [verdict.rate or 0.0 for verdict in self._open_verdicts()] or [bound]
+            rate = min(tried) / 2 if found.low is None and found.high is not None else max(tried) * 1.15
             await self.run(self._open(Phase.LADDER, rate))
         raise SearchError("no rate keeps up" if self._bracket().low is None else "no rate is too high")
 
@@ -138,7 +140,7 @@ class Search:
         """Bisects and repeats until the knee's interval is narrow enough: three times at most, each with one repeat
         more at the ends, since of a bracket this narrow it is luck that makes the interval wide."""
         for more in range(NARROWINGS):
-            await self.bisect(keeping, Phase.BISECT, MOST_BISECTIONS, self.settings.width)
+            await self.bisect(keeps_up, Phase.BISECT, MOST_BISECTIONS, self.settings.width)
             await self.confirm(self.settings.width, self.settings.repeats + more)
             knee = knee_of(self._open_verdicts())
             if knee is None or knee.width < self.settings.knee_width:
@@ -146,13 +148,18 @@ class Search:
 
     async def bisect(self, good: Callable[[Verdict], bool], phase: Phase, most: int, width: float) -> None:
         """Halves (geometrically) the bracket of a property that is lost with rising rate, until its ends differ by so
-        little."""
+        little. Where verdicts contradict each other the one that fewest levels speak for is looked at again."""
         for _ in range(most):
             found = bracket(self._open_verdicts(), good)
             if found.low is None or found.high is None or found.high / found.low <= 1 + width:
                 return
-            middle = math.sqrt(found.low * found.high)
-            rate = self._between(found.low, found.high, width) if phase is Phase.BISECT else middle
+            against = contradictions(self._open_verdicts(), good)
+            if against:
+                rate = min(against, key=lambda verdict: verdict.measures.seconds).rate or 0.0
+            elif phase is Phase.BISECT:
+                rate = self._between(found.low, found.high, width)
+            else:
+                rate = math.sqrt(found.low * found.high)
             if not await self._afforded(self._open(phase, rate), f"{phase} stopped"):
                 return
 
@@ -161,7 +168,8 @@ class Search:
         completed when it did not keep up; that end of the bracket again which contradicts it, if it was not yet
         repeated; else the middle."""
         full = next(v for v in self._open_verdicts() if v.rate == high)
-        guess, half = full.measures.completion_rate / self.settings.aim, math.sqrt(1 + 0.95 * width)
+        guess = corrected(full, full.measures.completion_rate) / self.settings.aim
+        half = math.sqrt(1 + 0.95 * width)
         inside = [rate for rate in (guess / half, guess * half) if low * half < rate < high / half]
         again = [low] if guess / half <= low * half and self._count(low) < 2 else []
         return next(iter([*inside, *again]), math.sqrt(low * high))
@@ -180,12 +188,12 @@ class Search:
                 if self._bracket() != found:
                     break
             await self.extend(ends[-1])
-            await self.bisect(keeping, Phase.BISECT, MOST_BISECTIONS, width)
+            await self.bisect(keeps_up, Phase.BISECT, MOST_BISECTIONS, width)
 
     async def bends(self) -> None:
         """Levels where p99 TTFT over the rate bends most, up to the knee: between that rate and the next ones."""
         for _ in range(self.settings.bends):
-            rate = bend([verdict for verdict in self._open_verdicts() if keeping(verdict)])
+            rate = bend([verdict for verdict in self._open_verdicts() if keeps_up(verdict)])
             if rate is None or not await self._afforded(self._open(Phase.REFINE, rate), "the bend was not refined"):
                 return
 
@@ -219,7 +227,8 @@ class Search:
         group = part.level.group
         self.parts.setdefault(group, []).append(part)
         lower = [known for known in self._open_verdicts() if (known.rate or 0.0) < (part.level.rate or 0.0)]
-        verdict = grade(self.parts[group], self.limits, lower)
+        levels = [part.level for parts in self.parts.values() for part in parts]
+        verdict = grade(self.parts[group], self.limits, lower, Machine(levels))
         self.verdicts[group] = verdict
         self.on_level(part, verdict)
         return verdict
@@ -259,8 +268,9 @@ class Search:
         )
 
     def _slow(self, rate: float) -> float:
-        """p95 of end-to-end times at the next lower rate that keeps up; 0 where none is known."""
-        lower = [verdict for verdict in self._open_verdicts() if keeping(verdict) and (verdict.rate or 0.0) <= rate]
+        """p95 of end-to-end times at the next lower rate that keeps up or may; 0 where none is known."""
+        kept = (LevelClass.KEEPS_UP, LevelClass.CANNOT_TELL)
+        lower = [v for v in self._open_verdicts() if v.level_class in kept and (v.rate or 0.0) <= rate]
         return lower[-1].measures.e2e.p95.value if lower and lower[-1].measures.e2e is not None else 0.0
 
     def _words(self) -> int:
@@ -277,13 +287,16 @@ class Search:
         return in_order(self.verdicts.values())
 
     def _bracket(self) -> Bracket:
-        return bracket(self._open_verdicts(), keeping)
+        return bracket(self._open_verdicts(), keeps_up)
 
     async def _afforded(self, plan: LevelPlan, what: str) -> bool:
-        """Runs a level if the budget has room for it and for everything beyond the knee."""
+        """Runs a level if the budget has room for it and for everything beyond the knee; one that refines, only if the
+        knee could be looked at once more after it."""
         settings = self.settings
-        beyond = (len(settings.multiples) + 1) * (settings.warm_up + settings.beyond + BETWEEN)
-        if self.clock() + plan.seconds + BETWEEN + beyond <= settings.budget:
+        rest = (len(settings.multiples) + 1) * (settings.warm_up + settings.beyond + BETWEEN)
+        if plan.phase is Phase.REFINE:
+            rest += settings.warm_up + settings.full_window + BETWEEN
+        if self.clock() + plan.seconds + BETWEEN + rest <= settings.budget:
             await self.run(plan)
             return True
         note = f"{what}: the budget of {settings.budget:.0f} s was spent"
@@ -320,11 +333,3 @@ def bend(verdicts: Sequence[Verdict]) -> float | None:
         middle = (x0 + x1) / 2 if x1 - x0 > x2 - x1 else (x1 + x2) / 2
         found = max(found or (bent, middle), (bent, middle))
     return found[1] if found else None
-
-
-def keeping(verdict: Verdict) -> bool:
-    return verdict.level_class in GOOD
-
-
-def levels_of(search: Search) -> list[Level]:
-    return sorted((part.level for parts in search.parts.values() for part in parts), key=lambda level: level.index)

@@ -114,7 +114,6 @@ async def session(
         reference = None
         if has_reference(record.kind, target, pid):
             reference = await asyncio.to_thread(Reference)
-            stack.callback(reference.close)
         result = record.open(target, machine, None if reference is None else reference.work)
         clients = setups(
             options.clients,

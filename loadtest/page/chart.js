@@ -5,7 +5,7 @@
   const SVG = "http://www.w3.org/2000/svg";
   const SHAPES = {
     "keeps up": "circle", "saturated, stable": "square", "saturated, growing": "up", collapsing: "down", hung: "diamond",
-    crashed: "cross", recovered: "plus", "not recovered": "diamond", void: "cross",
+    crashed: "cross", recovered: "plus", "not recovered": "diamond", "cannot tell": "circle", void: "cross",
   };
 
   // --- words ----------------------------------------------------------------------------------------------------------

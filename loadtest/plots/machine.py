@@ -19,30 +19,30 @@ def speed(reading: Reading) -> Figure | None:
     measured = [level for level in reading.levels if machine.of(level) is not None]
     if len(measured) < 2:
         return None
-    times = sorted(machine.times, key=lambda time: time.at)
+    speeds = [found for level in measured if (found := machine.of(level)) is not None]
     reference = Series(
         name="reference",
-        x=[time.at / 60 for time in times],
-        y=[machine.at(time) for time in times],
+        x=[(level.window_start + level.window_end) / 120 for level in measured],
+        y=[speed.value for speed in speeds],
         colour="purple",
-        labels=[f"{time.seconds * 1e3:.2f} ms" for time in times],
+        labels=[f"± {share(speed.error)}" for speed in speeds],
     )
     full = [level for level in measured if _is_full(reading, level)]
     raw = [_completed(reading, level) for level in full]
     fair = [rate / found.value for level, rate in zip(full, raw, strict=True) if (found := machine.of(level))]
     served = [_served("completed, as measured", "amber", full, raw), _served("over the speed", "blue", full, fair)]
-    unsteady = sum(bool(found.unsteady) for level in measured if (found := machine.of(level)))
+    unsteady = sum(bool(speed.unsteady) for speed in speeds)
     return Figure(
         id="15-machine",
         title="The machine's speed",
-        caption="Line: a fixed piece of work, timed before and after every level while the service had nothing to do. "
+        caption="Line: a fixed piece of work, timed twice a second, in each level's window. "
         "Marks: requests/s of levels beyond the knee, which are full, relative to their median. If the reference "
         "speaks for the service, they lie nearer to 100 % over its speed than as measured.",
         finding=_finding(times_spread(reference.y), raw, fair, unsteady),
         panels=[
             Panel(
                 x=Axis(label="since the run began", unit="min", low=0.0),
-                y=Axis(label="of the median", format=Format.SHARE),
+                y=Axis(label="of the mean", format=Format.SHARE),
                 series=[reference, *(served if len(full) > 1 else [])],
                 rules=[Rule(label="", y=1.0, colour="grey")],
             )
@@ -57,10 +57,10 @@ def times_spread(speeds: Sequence[float | None]) -> tuple[float, float]:
 
 
 def _finding(ends: tuple[float, float], raw: Sequence[float], fair: Sequence[float], unsteady: int) -> str:
-    found = f"The machine ran at {share(ends[0])} to {share(ends[1])} of its median speed"
+    found = f"The machine ran at {share(ends[0])} to {share(ends[1])} of its mean speed"
     if len(raw) > 1:
         found += f"; full levels vary by {share(_variation(raw))} as measured, {share(_variation(fair))} over its speed"
-    return f"{found}. It changed by more than {share(UNSTEADY)} around {unsteady} levels."
+    return f"{found}. Of {unsteady} levels it is known no better than to {share(UNSTEADY)}."
 
 
 def _variation(rates: Sequence[float]) -> float:

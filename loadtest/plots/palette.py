@@ -39,6 +39,7 @@ CLASSES = {
     LevelClass.CRASHED: Colour("#5e0f18", "#d0525e"),
     LevelClass.RECOVERED: Colour("#2563c9", "#7fb0ff"),
     LevelClass.NOT_RECOVERED: Colour("#8a5a2b", "#d3a06c"),
+    LevelClass.CANNOT_TELL: Colour("#4c6d82", "#9dbccd"),
     LevelClass.VOID: Colour("#a3abb8", "#6d7684"),
 }
 
@@ -52,6 +53,7 @@ SHAPES = {
     LevelClass.CRASHED: "X",
     LevelClass.RECOVERED: "P",
     LevelClass.NOT_RECOVERED: "p",
+    LevelClass.CANNOT_TELL: "h",
     LevelClass.VOID: "x",
 }
 

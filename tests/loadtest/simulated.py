@@ -27,7 +27,7 @@ from loadtest.records import (
 
 GAP = 1.0  # seconds between levels
 REFERENCE = 0.03  # seconds of it on a machine of speed 1
-WORK = ReferenceWork(name="simulated", threads=2, bytes=1 << 26, numpy="none")
+WORK = ReferenceWork(name="simulated", bytes=1 << 26, numpy="none")
 QUIET = ClientReport(client=0, cpu=0.1, lag_p50=0.0001, lag_p99=0.001, lag_max=0.002)
 
 
@@ -48,7 +48,7 @@ class Drift:
     seed: int
     by: float = 0.08
     mean: float = 1.0
-    noise: float = 0.004
+    noise: float = 0.05
 
     def __post_init__(self) -> None:
         self._random = random.Random(self.seed)
@@ -111,8 +111,9 @@ class SteppingServer:
             seed=plan.seed,
             recovery=end - window_end + self.base + self.each if plan.phase is Phase.RECOVERY else None,
             clients=[QUIET],
-            before=None if self.machine is None else self.machine.reference(start - GAP / 2),
-            after=None if self.machine is None else self.machine.reference(end + GAP / 4),
+            reference=[]
+            if self.machine is None
+            else list(map(self.machine.reference, range(math.ceil(start), int(end)))),
         )
         self.schedules[level.index] = [Arrival(at=row.intended - start, kind="chat", seed=row.index) for row in rows]
         self.next_level += 1

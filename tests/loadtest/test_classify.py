@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 import msgspec
 import pytest
 
-from loadtest.classify import grade, luck
+from loadtest.classify import classify, grade, luck
 from loadtest.judge import score
-from loadtest.judgements import LevelClass, Verdict
+from loadtest.judgements import LevelClass, MachineSpeed, Verdict
 from loadtest.measure import LevelRows, distribution, measure, slope
 from loadtest.records import ClientReport, Hypothesis, Level, Limits, Outcome, Phase, RequestRow, TelemetryRow
 from loadtest.usl import fit
@@ -105,11 +105,45 @@ def test_a_number_in_flight_that_surely_rises_is_enough_whatever_the_edges_make_
 
 
 def test_what_the_edges_of_a_window_explain_is_no_loss() -> None:
-    """Five in flight of 400: up to 1.1 % of the arrivals may be missing by luck."""
+    """Five in flight of 400: 2.2 % of the arrivals may be missing by luck, and of a pair of such windows 1.6 %."""
     late = part_of(lambda index: completed(index, took=1.6 if index >= 384 else 0.5))
-    found, evidence = class_of(late)
+    two = grade([late, late], LIMITS)
+    assert "97.2%" in two.evidence
+    assert two.level_class is LevelClass.KEEPS_UP
+
+
+def test_a_window_so_short_that_luck_decides_cannot_tell() -> None:
+    found, evidence = class_of(part_of(lambda index: completed(index, took=1.6 if index >= 384 else 0.5)))
+    assert found is LevelClass.CANNOT_TELL
     assert "97.2%" in evidence
-    assert found is LevelClass.KEEPS_UP
+    assert "off by 2." in evidence
+    assert class_of(part_of(completed))[0] is LevelClass.KEEPS_UP  # all of its arrivals
+
+
+@pytest.mark.parametrize(
+    ("speed", "share", "expected"),
+    [
+        (None, 20, LevelClass.SATURATED_GROWING),
+        (1.02, 20, LevelClass.SATURATED_GROWING),
+        (1.0, 20, LevelClass.SATURATED_GROWING),
+        (0.98, 20, LevelClass.SATURATED_GROWING),
+        (0.96, 20, LevelClass.CANNOT_TELL),
+        (0.96, 10, LevelClass.SATURATED_GROWING),
+        (0.9, 10, LevelClass.CANNOT_TELL),
+    ],
+)
+def test_a_level_that_a_slower_machine_explains_cannot_tell(
+    speed: float | None, share: int, expected: LevelClass
+) -> None:
+    """One of `share` is cancelled at once."""
+
+    def row(index: int) -> RequestRow:
+        return ended(index, Outcome.CANCELLED, "CANCELLED", "") if index % share == 0 else completed(index)
+
+    machine = None if speed is None else MachineSpeed(value=speed, error=0.01)
+    found, evidence = classify(measure([part_of(row)], LIMITS), (), machine)
+    assert found is expected
+    assert ("at 9" in evidence) == (expected is LevelClass.CANNOT_TELL)
 
 
 def test_a_queue_that_comes_and_goes_is_no_growth() -> None:

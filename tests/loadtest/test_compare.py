@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import random
 from dataclasses import dataclass, field
@@ -331,6 +332,10 @@ def test_latency_of_a_queue_and_rates_of_a_load_are_no_evidence(comparison: Comp
     closed, below, above = by_name["4 in flight"], by_name["12/s"], by_name["80/s (2 × knee)"]
     assert [shows(latency, pair) for pair in (closed, below, above)] == [True, True, False]
     assert [shows(rate, pair) for pair in (closed, below, above)] == [True, False, True]
+    for pair in (below, above):
+        unsure = replace(pair.second, level_class=LevelClass.CANNOT_TELL)
+        assert not shows(latency, dataclasses.replace(pair, second=unsure))
+        assert not shows(rate, dataclasses.replace(pair, second=unsure))
 
 
 def test_what_else_differs_is_said(one: Reading, slower: Reading) -> None:

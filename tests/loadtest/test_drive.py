@@ -44,14 +44,15 @@ class EmptyFleet:
 
 
 class CountedReference:
-    """The nth taking takes n seconds, by its own account."""
+    """The nth level has n times."""
 
     def __init__(self) -> None:
-        self.taken = 0
+        self.levels = 0
 
-    def take(self, origin: float) -> ReferenceTime:
-        self.taken += 1
-        return ReferenceTime(at=time.monotonic() - origin, seconds=float(self.taken))
+    @asynccontextmanager
+    async def watch(self, origin: float) -> AsyncIterator[list[ReferenceTime]]:
+        self.levels += 1
+        yield [ReferenceTime(at=float(self.levels), seconds=0.01)] * self.levels
 
 
 @asynccontextmanager
@@ -75,9 +76,7 @@ async def test_a_level_interrupted_before_its_window_is_no_level(
     assert summary.notes == ["interrupted"]
 
 
-async def test_the_machines_speed_is_measured_before_and_after_every_level(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_the_machines_speed_is_measured_in_every_level(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(drive, "Telemetry", no_telemetry)
     fleet, reference = cast(Any, EmptyFleet()), cast(Any, CountedReference())
     result = Result.create(tmp_path / "result", run_record())
@@ -85,34 +84,4 @@ async def test_the_machines_speed_is_measured_before_and_after_every_level(
     driver = ServiceDriver(fleet, result, {"short": SHORT}, "x:1", [1], origin, floor=0.1, reference=reference)
     for _ in range(2):
         await driver.run(LevelPlan(phase=Phase.LADDER, warm_up=0.1, window=0.1, drain_limit=0.1, seed=1, rate=5.0))
-    assert [
-        (level.before and level.before.seconds, level.after and level.after.seconds) for level in result.levels
-    ] == [
-        (1.0, 2.0),
-        (3.0, 4.0),
-    ]
-    for level in result.levels:
-        assert level.before is not None
-        assert level.after is not None
-        assert level.before.at < level.start < level.end < level.after.at
-
-
-async def test_an_interruption_while_the_speed_is_measured_costs_no_level(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(drive, "Telemetry", no_telemetry)
-    fleet = cast(Any, EmptyFleet())
-    result = Result.create(tmp_path / "result", run_record())
-    driver = ServiceDriver(fleet, result, {"short": SHORT}, "x:1", [1], time.monotonic(), floor=0.1)
-    speeds = iter([None])
-
-    async def speed() -> None:
-        if next(speeds, False) is False:
-            raise asyncio.CancelledError
-
-    monkeypatch.setattr(driver, "_speed", speed)
-    with pytest.raises(asyncio.CancelledError):
-        await driver.run(LevelPlan(phase=Phase.LADDER, warm_up=0.1, window=0.1, drain_limit=0.1, seed=1, rate=5.0))
-    (level,) = result.levels
-    assert not level.interrupted
-    assert level.after is None
+    assert [[time.at for time in level.reference] for level in result.levels] == [[1.0], [2.0, 2.0]]

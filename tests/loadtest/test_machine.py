@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import math
 import statistics
 import time
 from pathlib import Path
@@ -19,6 +21,7 @@ from loadtest.judgements import LevelClass, MachineSpeed, Verdict
 from loadtest.machine import Machine
 from loadtest.measure import measure
 from loadtest.notes import machine_notes
+from loadtest.quantity import share
 from loadtest.reading import Reading
 from loadtest.records import Level, Phase, ReferenceTime, RunKind, Target
 from loadtest.reference import Reference
@@ -47,21 +50,29 @@ def test_the_reference_is_the_same_work_every_time(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(reference, "MATRICES", 4)
     first, second = Reference(), Reference()
     assert first.work == second.work
-    assert first.work.threads == len(first._cores)
-    assert first.work.bytes == first.work.threads * reference.SLABS * 4 * reference.ROWS * reference.INNER * 4
-    for one, other in zip(first._shares, second._shares, strict=True):
-        assert all((a == b).all() for a, b in zip(one.slabs, other.slabs, strict=True))
+    assert first.work.bytes == reference.SLABS * 4 * reference.ROWS * reference.INNER * 4
+    assert all((one == other).all() for one, other in zip(first.slabs, second.slabs, strict=True))
     origin = time.monotonic()
-    time_taken = first.take(origin)
-    assert 0 <= time_taken.at <= time.monotonic() - origin
-    assert 0 < time_taken.python < time_taken.seconds
-    for made in (first, second):
-        made.close()
+    taken = first.take(origin)
+    assert 0 <= taken.at <= time.monotonic() - origin
+    assert taken.seconds > 0
 
 
 def test_products_stay_in_the_thread_that_asks_for_them() -> None:
-    """As many as cores run at once already: OpenBLAS takes threads of its own from 2^18 multiplications on."""
+    """OpenBLAS takes threads of its own from 2^18 multiplications on."""
     assert reference.ROWS * reference.INNER * reference.COLUMNS <= 1 << 18
+
+
+async def test_the_reference_is_timed_again_and_again_until_a_level_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reference, "MATRICES", 1)
+    monkeypatch.setattr(reference, "PERIOD", 0.01)
+    async with Reference().watch(time.monotonic()) as times:
+        while len(times) < 3:
+            await asyncio.sleep(0.01)
+    count = len(times)
+    await asyncio.sleep(0.05)
+    assert len(times) == count
+    assert [taken.at for taken in times] == sorted(taken.at for taken in times)
 
 
 @pytest.mark.parametrize(
@@ -83,36 +94,47 @@ def test_a_reference_is_taken_where_it_says_something(
 # --- a level's speed -------------------------------------------------------------------------------------------------
 
 
-def level(index: int, before: float | None, after: float | None, window: float = 10.0) -> Level:
-    def reading(seconds: float | None) -> ReferenceTime | None:
-        return None if seconds is None else ReferenceTime(at=0.0, seconds=seconds)
-
-    part = level_of([0.1], seconds=window)
-    return msgspec.structs.replace(part.level, index=index, before=reading(before), after=reading(after))
+def level(index: int, *seconds: float, window: float = 10.0) -> Level:
+    """With the reference taken at even times."""
+    times = [ReferenceTime(at=window * (at + 0.5) / len(seconds), seconds=taken) for at, taken in enumerate(seconds)]
+    return msgspec.structs.replace(level_of([0.1], seconds=window).level, index=index, reference=times)
 
 
-def test_a_levels_speed_is_the_mean_of_before_and_after_over_the_runs_median() -> None:
-    machine = Machine([level(0, 0.030, 0.030), level(1, 0.030, 0.0333), level(2, 0.027, 0.030)])
-    assert machine.seconds == 0.030
+def test_a_levels_speed_is_its_mean_over_that_of_the_run() -> None:
+    machine = Machine([level(0, *[0.030] * 10), level(1, *[0.0333] * 10), level(2, *[0.027, 0.030] * 5)])
+    mean = (1 / 0.030 + 1 / 0.0333 + (1 / 0.027 + 1 / 0.030) / 2) / 3
+    assert machine.seconds == pytest.approx(1 / mean)
     speeds = [machine.of(one) for one in machine.levels]
-    assert [speed and round(speed.value, 3) for speed in speeds] == [1.0, 0.95, 1.056]
-    assert [speed and speed.unsteady for speed in speeds] == [[], [1], [2]]
-    assert speeds[0] is not None
-    assert speeds[1] is not None
-    assert speeds[1].error == pytest.approx(0.11 / 12**0.5)  # that of a jump at any moment in between
-    assert speeds[0].error == pytest.approx(machine.wander / 12**0.5)  # no one looked in between
-    whole = machine.of_all(machine.levels)
-    assert whole is not None
-    assert whole.value == pytest.approx(1.002, abs=0.001)
-    assert whole.unsteady == [1, 2]
-    assert whole.error < speeds[1].error
+    found = [speed.value for speed in speeds if speed]
+    assert found == pytest.approx([1 / 0.030 / mean, 1 / 0.0333 / mean, (1 / 0.027 + 1 / 0.030) / 2 / mean])
+    assert [speed and speed.unsteady for speed in speeds] == [[], [], []]
+    assert [speed and round(speed.error, 3) for speed in speeds] == [0.0, 0.0, 0.019]
+    jumpy = Machine([level(3, *[0.02, 0.03] * 5)])
+    assert [speed and speed.unsteady for speed in map(jumpy.of, jumpy.levels)] == [[3]]
 
 
-def test_a_level_without_both_times_has_no_speed() -> None:
-    machine = Machine([level(0, 0.03, 0.03), level(1, 0.03, None)])
+def test_the_error_of_several_levels_is_less_than_that_of_one() -> None:
+    machine = Machine([level(index, *[0.02, 0.03] * 5) for index in range(4)])
+    one, all_of_them = machine.of(machine.levels[0]), machine.of_all(machine.levels)
+    assert one is not None
+    assert all_of_them is not None
+    assert all_of_them.value == pytest.approx(one.value) == pytest.approx(1.0)
+    assert all_of_them.error == pytest.approx(one.error / 2)
+    assert all_of_them.unsteady == [0, 1, 2, 3]
+
+
+def test_only_times_in_the_window_count() -> None:
+    early = [ReferenceTime(at=-1.0, seconds=9.0), ReferenceTime(at=10.0, seconds=9.0)]
+    one = level(0, *[0.03] * 5)
+    more = msgspec.structs.replace(one, reference=[*one.reference, *early])
+    assert Machine([more]).of(more) == Machine([one]).of(one)
+
+
+def test_a_level_with_too_few_times_has_no_speed() -> None:
+    machine = Machine([level(0, *[0.03] * 10), level(1, 0.03, 0.03, 0.03)])
     assert machine.of(machine.levels[1]) is None
     assert machine.of_all(machine.levels) is None
-    assert Machine([level(0, None, None)]).of_all([level(0, None, None)]) is None
+    assert Machine([level(0)]).of_all([level(0)]) is None
 
 
 # --- goodput against its peak ----------------------------------------------------------------------------------------
@@ -150,7 +172,8 @@ async def test_goodput_that_really_falls_is_told_while_the_machine_drifts(tmp_pa
     for seed in range(1, 5):
         measures = (await mapped(tmp_path / str(seed), seed, refusal=0.1 / 50)).summary.measures
         shares.append(measures["goodput_share_at_3"])
-        assert abs(shares[-1] - 0.93) < 2 * measures["goodput_share_at_3_error"]
+        lengths = 0.35 / 400**0.5  # of requests, of a window that completes 400: luck that no speed explains
+        assert abs(shares[-1] - 0.93) < 2 * math.hypot(lengths, measures["goodput_share_at_3_error"])
     assert 0.85 < statistics.median(shares) < 0.95
 
 
@@ -178,13 +201,14 @@ def test_the_peak_is_no_lucky_level() -> None:
     sweep = [verdict(40, 40, KEEPS), verdict(45, 45, KEEPS)]
     sweep += [verdict(rate, goodput, FULL) for rate, goodput in ((47, 49.0), (50, 45.5), (54, 49.0), (67.5, 45.2))]
     sweep += [verdict(135, 44.5, FULL, multiple=3.0)]
-    assert peak_of(sweep).measures.goodput == 45.5
+    full = (45.5 + 49.0 + 45.2) / 3
+    assert peak_of(sweep).value == pytest.approx(full)
     measures = measures_of(sweep, sweep, None)
-    assert measures["goodput_share_at_3"] == pytest.approx(44.5 / 45.5)
+    assert measures["goodput_share_at_3"] == pytest.approx(44.5 / full)
     assert measures["best_goodput_share_at_3"] == pytest.approx(44.5 / 49.0)
 
 
-def test_a_fall_right_behind_the_knee_is_not_hidden_by_the_median() -> None:
+def test_a_fall_right_behind_the_knee_is_not_hidden_by_what_lies_beyond_it() -> None:
     sweep = [verdict(45, 45, KEEPS)]
     sweep += [verdict(rate, 40.0, FULL) for rate in (46, 47, 50, 54, 67.5)] + [verdict(135, 40, FULL, multiple=3.0)]
     assert measures_of(sweep, sweep, None)["goodput_share_at_3"] == pytest.approx(40 / 45)
@@ -196,6 +220,17 @@ def test_goodput_is_over_the_machines_speed_and_the_raw_figure_stands_beside() -
     assert measures["goodput_share_at_3"] == pytest.approx(40 / 0.96 / (45 / 1.05))
     assert measures["goodput_share_at_3_error"] == pytest.approx(measures["goodput_share_at_3"] * 0.01 * 2**0.5)
     assert measures["best_goodput_share_at_3"] == pytest.approx(40 / 45)
+
+
+def test_the_overload_before_recovery_is_one_more_window_at_its_rate() -> None:
+    beyond, back = (verdict(135, goodput, FULL, 1.0, multiple=3.0) for goodput in (40, 42))
+    back = msgspec.structs.replace(back, group="recovery:3", phase=Phase.RECOVERY)
+    sweep = [verdict(45, 45, KEEPS), beyond]
+    measures = measures_of(sweep, [*sweep, back], None)
+    assert measures["goodput_share_at_3"] == pytest.approx(41 / 45)
+    assert measures["best_goodput_share_at_3"] == pytest.approx(41 / 45)
+    error = math.hypot(0.01, 0.01 / 2**0.5)  # of two windows it is less
+    assert measures["goodput_share_at_3_error"] == pytest.approx(41 / 45 * error)
 
 
 # --- comparisons -----------------------------------------------------------------------------------------------------
@@ -237,7 +272,7 @@ def test_a_machine_that_is_slower_as_a_whole_is_no_slower_server(tmp_path: Path)
     found = compare(first, slow)
     assert found.correction.ratio == pytest.approx(0.9, abs=0.01)
     assert found.finding is Finding.SAME, found.reason
-    assert "90.2 %" in machine_line(found)
+    assert f"machine's speed: {share(found.correction.ratio)}" in machine_line(found)
 
 
 def test_what_is_not_known_of_the_machine_widens_an_interval(tmp_path: Path) -> None:
@@ -259,10 +294,12 @@ def test_what_is_not_known_of_the_machine_widens_an_interval(tmp_path: Path) -> 
 
 
 def jumped(one: Level) -> Level:
-    """By 6 %, around the same mean."""
-    assert one.before is not None
-    times = [msgspec.structs.replace(one.before, seconds=one.before.seconds * by) for by in (0.97, 1.03)]
-    return msgspec.structs.replace(one, before=times[0], after=times[1])
+    """By a third for three seconds in every six, in all alike."""
+    times = [
+        msgspec.structs.replace(time, seconds=time.seconds * (1.3 if int(time.at) // 3 % 2 else 0.9))
+        for time in one.reference
+    ]
+    return msgspec.structs.replace(one, reference=times)
 
 
 def test_two_different_references_correct_nothing_and_say_so(tmp_path: Path) -> None:
@@ -295,9 +332,10 @@ def test_a_service_elsewhere_is_not_corrected_and_it_says_so(tmp_path: Path) -> 
 
 
 async def test_a_map_tells_the_machines_speed_and_what_it_changes(tmp_path: Path) -> None:
-    reading = await mapped(tmp_path / "map", 1)
+    drift = Drift(1, noise=0.2)
+    reading = Reading(await synthetic_map(tmp_path / "map", server(drift), settings=MAP))
     speed, *knee = machine_notes(reading.run, reading.summary)
-    assert "of its median speed" in speed
+    assert "of its mean speed" in speed
     assert "(unsteady)" in speed
     assert bool(knee) == (reading.summary.corrected_knee is not None)
     text = report_of(reading, [])

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,8 @@ from loadtest import classify
 from loadtest.classify import grade
 from loadtest.drive import ServiceDriver, setups
 from loadtest.fleet import Fleet
-from loadtest.judge import bracket, in_order, judge_levels, knee_of, measures_of
-from loadtest.judgements import Interval, LevelClass, Verdict
+from loadtest.judge import Bracket, bracket, contradictions, in_order, judge_levels, keeps_up, knee_of, measures_of
+from loadtest.judgements import Interval, LevelClass, MachineSpeed, Verdict
 from loadtest.measure import LevelRows
 from loadtest.mix import SHORT
 from loadtest.plan import LevelPlan
@@ -88,22 +89,21 @@ async def test_the_search_looks_first_beside_what_a_saturated_level_completed() 
     search = search_of(server)
     for rate in (30.0, 90.0):
         await search.run(search._open(Phase.LADDER, rate))
-    await search.bisect(lambda verdict: verdict.level_class is LevelClass.KEEPS_UP, Phase.BISECT, 2, 0.02)
+    await search.bisect(keeps_up, Phase.BISECT, 2, 0.02)
     looked = [verdict.rate for verdict in search.verdicts.values() if verdict.phase is Phase.BISECT]
     assert looked == [pytest.approx(server.capacity, rel=0.05)] * 2
 
 
 async def test_an_end_that_completions_contradict_is_looked_at_again() -> None:
-    """A short window keeps up by luck at a rate above what a longer one completes."""
+    """By luck it keeps up with more than what a fuller one completes."""
     server = stepping(queue=40)
-    search = search_of(server, 2, settings=replace(SETTINGS, window=4.0, completions=0))
-    for rate in (30.0, 1.05 * server.capacity, 1.3 * server.capacity):
-        await search.run(search._open(Phase.LADDER, rate, 4.0))
-    assert search._bracket().low == pytest.approx(1.05 * server.capacity, rel=0.001)
-    await search.bisect(lambda verdict: verdict.level_class is LevelClass.KEEPS_UP, Phase.BISECT, 1, 0.02)
-    again = search.verdicts[f"rate:{1.05 * server.capacity:.4g}"]
-    assert again.measures.windows == 2
-    assert again.level_class is not LevelClass.KEEPS_UP
+    search = search_of(server, 4, settings=replace(SETTINGS, completions=0))
+    for rate in (30.0, 1.02 * server.capacity, 1.3 * server.capacity):
+        await search.run(search._open(Phase.LADDER, rate))
+    again = f"rate:{1.02 * server.capacity:.4g}"
+    assert search._bracket().low == search.verdicts[again].rate
+    await search.bisect(keeps_up, Phase.BISECT, 1, 0.02)
+    assert search.verdicts[again].measures.windows == 2
 
 
 @pytest.mark.parametrize("share", [0.1, 5.0])
@@ -135,21 +135,69 @@ async def test_a_whole_map_is_judged_again_from_its_rows_alone(tmp_path: Path) -
         ) + round(level.rate * (level.window_end - level.window_start))  # type: ignore[operator]
 
 
-def test_luck_beyond_the_knee_does_not_move_it() -> None:
-    """A level of 20 s at 1.2 times the knee may complete 95 % and be within its luck of 98."""
-    known = grade([asyncio.run(stepping().run(LevelPlan(phase=Phase.BISECT, rate=60.0, **FILLING)))], LIMITS)
+@cache
+def filled() -> Verdict:
+    part = asyncio.run(stepping().run(LevelPlan(phase=Phase.BISECT, rate=60.0, **FILLING)))
+    return grade([part], LIMITS)
 
-    def level(rate: float, share: float, level_class: LevelClass, phase: Phase = Phase.BISECT) -> Verdict:
-        measures = msgspec.structs.replace(known.measures, offered=rate, completion_rate=share * rate)
-        return msgspec.structs.replace(known, rate=rate, phase=phase, level_class=level_class, measures=measures)
 
-    keeps, full = LevelClass.KEEPS_UP, LevelClass.SATURATED_STABLE
-    sweep = [level(58.0, 0.99, keeps), level(60.0, 0.94, full), level(85.0, 0.7, full, Phase.BEYOND)]
+def level(rate: float, level_class: LevelClass, machine: MachineSpeed | None = None) -> Verdict:
+    return msgspec.structs.replace(filled(), rate=rate, level_class=level_class, machine=machine)
+
+
+KEEPS, FULL, CANNOT = LevelClass.KEEPS_UP, LevelClass.SATURATED_STABLE, LevelClass.CANNOT_TELL
+
+
+def test_a_level_that_cannot_tell_does_not_move_the_knee() -> None:
+    sweep = [level(58.0, KEEPS), level(60.0, FULL), level(85.0, FULL)]
     knee = knee_of(sweep)
     assert knee is not None
     assert knee.high == 60.0
-    assert knee_of(in_order([*sweep, level(70.0, 0.95, keeps, Phase.BEYOND)])) == knee
-    assert knee_of(in_order([*sweep, level(70.0, 0.99, keeps, Phase.BEYOND)])) != knee  # that one surely keeps up
+    for rate in (50.0, 70.0):
+        assert knee_of(in_order([*sweep, level(rate, CANNOT)])) == knee
+    assert knee_of(in_order([*sweep, level(70.0, KEEPS)])) != knee
+    assert knee_of(in_order([*sweep, level(50.0, FULL)])) != knee
+
+
+def test_what_a_level_that_cannot_tell_has_all_the_same_counts() -> None:
+    sweep = [level(50.0, KEEPS), level(58.0, CANNOT), level(60.0, FULL)]
+
+    def bracketed(*good: float) -> Bracket:
+        return bracket(sweep, lambda verdict: verdict.rate in good)
+
+    assert bracketed(50.0, 58.0) == Bracket(58.0, 60.0)
+    assert bracketed(50.0) == Bracket(50.0, 60.0)
+
+
+def test_a_knee_begins_lower_if_the_machine_was_surely_faster() -> None:
+    lows = []
+    for speed, error in ((0.97, 0.01), (1.05, 0.03), (1.05, 0.01)):
+        knee = knee_of([level(58.0, KEEPS, MachineSpeed(value=speed, error=error)), level(60.0, FULL)])
+        assert knee is not None
+        lows.append(knee.low)
+    assert lows[0] == lows[1] == pytest.approx(1.03 * lows[2])
+
+
+def test_contradictions_are_what_a_lower_rate_lacks_and_a_higher_has() -> None:
+    sweep = [level(50.0, KEEPS), level(54.0, FULL), level(56.0, CANNOT), level(58.0, KEEPS), level(60.0, FULL)]
+    assert [verdict.rate for verdict in contradictions(sweep, keeps_up)] == [54.0, 58.0]
+    assert not contradictions([sweep[0], sweep[2], sweep[4]], keeps_up)
+
+
+async def test_verdicts_that_contradict_each_other_are_looked_at_again() -> None:
+    """A short window of a machine that is slow just then falls behind at half of what the service can do."""
+    server = stepping(queue=40)
+    search = search_of(server)
+    for rate in (30.0, 60.0, 90.0):
+        await search.run(search._open(Phase.LADDER, rate))
+    search.driver = replace(server, base=2 * server.base, each=2 * server.each)
+    await search.run(search._open(Phase.LADDER, 45.0, 4.0))
+    search.driver, search.settings = server, replace(SETTINGS, window=60.0)
+    assert search._bracket() == Bracket(30.0, 90.0)
+    await search.bisect(keeps_up, Phase.BISECT, 1, 0.02)
+    assert search.verdicts["rate:45"].measures.windows == 2
+    assert search.verdicts["rate:45"].level_class is LevelClass.KEEPS_UP
+    assert search._bracket() == Bracket(60.0, 90.0)
 
 
 def test_goodput_is_of_what_was_served() -> None:
@@ -255,10 +303,8 @@ async def test_a_map_has_the_arrivals_that_it_was_asked_for() -> None:
     assert counts.most_common()[0][1] == counts.most_common()[-2][1] == 5
 
 
-async def test_a_bracket_spans_verdicts_that_are_not_in_order() -> None:
-    server = stepping()
-    parts = [await server.run(search_of(server)._open(Phase.LADDER, rate)) for rate in (50.0, 60.0, 70.0, 80.0)]
-    verdicts = [grade([part], LIMITS) for part in parts]
+def test_a_bracket_spans_verdicts_that_are_not_in_order() -> None:
+    verdicts = [level(rate, KEEPS) for rate in (50.0, 60.0, 70.0, 80.0)]
 
     def found(*good: float) -> tuple[float | None, float | None]:
         spanned = bracket(verdicts, lambda verdict: verdict.rate in good)
