@@ -9,6 +9,7 @@ JOBS ?= $(shell nproc)
 ARGS ?=
 PY = $(if $(wildcard $(VENV)/bin/python),$(VENV)/bin/python,$(PYTHON))
 BIN := $(VENV)/bin
+TESTS := $(BIN)/python -m pytest -n 2 --dist loadfile
 PIP := $(BIN)/python -m pip -qq --disable-pip-version-check
 STAMP := $(VENV)/.setup-stamp
 CPP = $(shell git ls-files 'cuda/*.cpp' 'cuda/*.h' 'cuda/*.cu' 'cuda/*.cuh')
@@ -27,7 +28,7 @@ SANITIZED = test_embed.py or test_pointwise.py or (test_sample.py and not freque
 SANITIZE = PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --error-exitcode 3 --kernel-name kns=octavo --tool
 SANITIZE_TESTS = $(PY) -m pytest -q -m gpu tests/cuda tests/gpu -k "$(SANITIZED)"
 
-.PHONY: help setup build stub proto demo serve test check format bench load load-ui gpu-test gpu-sanitize gpu-bench
+.PHONY: help setup build stub proto demo serve test test-all check format bench load load-ui gpu-test gpu-sanitize gpu-bench
 
 help: ## This list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  \1\t/' | expand -t 14
@@ -61,9 +62,11 @@ demo: setup ## A chat answer through the gRPC service, on this machine
 serve: setup ## The service with the demo model (ARGS="--port 9000 ...")
 	@$(BIN)/python -m service serve --model demo $(ARGS)
 
-# One of them has the tests that wait for clocks and other processes, the others fill its pauses: tests/conftest.py.
-test: setup ## All tests, in three processes
-	@$(BIN)/python -m pytest -n 3 --no-loadscope-reorder $(ARGS)
+test: setup ## The tests but the long ones (marked slow), in two processes
+	@$(TESTS) -m "not slow" $(ARGS)
+
+test-all: setup ## All tests, the long ones too, as CI runs them
+	@$(TESTS) $(ARGS)
 
 check: setup ## Style, types, layers, generated files
 	$(call say,ruff)

@@ -7,14 +7,14 @@ replacement, are whole batches of a level's window (`LevelRows.batches`), and al
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
 
-from loadtest.measure import BATCHES, LevelRows
+from loadtest.measure import BATCHES, LevelRows, Points
 
 DRAWS = 4000
 
@@ -55,47 +55,41 @@ class Batches:
         pairs = zip(self.parts, self.speeds, strict=True)
         return np.array([(high - low) * speed for part, speed in pairs for low, high in part.batches()])
 
-    def index(self, position: int, at: float) -> int | None:
-        """The batch of a time, of the part at this position; None outside the window."""
-        part = self.parts[position]
-        if not part.begin <= at < part.end:
-            return None
-        return position * BATCHES + min(BATCHES - 1, int((at - part.begin) / part.seconds * BATCHES))
-
-    def rates(self, events: Callable[[LevelRows, float], Iterable[tuple[float, int]]]) -> Samples:
-        """Of events (time, how many) in the window, a second. events: of a level and the machine's speed at it."""
+    def rates(self, events: Callable[[LevelRows, float], Points]) -> Samples:
+        """Of events (times, how many) in the window, a second. events: of a level and the machine's speed at it."""
         sums = np.zeros(len(self.widths))
-        for position, part in enumerate(self.parts):
-            for at, count in events(part, self.speeds[position]):
-                index = self.index(position, at)
-                if index is not None:
-                    sums[index] += count
+        for position, speed in enumerate(self.speeds):
+            inside, counts = self._inside(position, *events(self.parts[position], speed))
+            sums += np.bincount(inside, counts, len(sums))
         return np.asarray(self.counts @ sums / (self.counts @ self.widths))
 
-    def quantiles(self, values: Callable[[LevelRows], Iterable[tuple[float, float]]], share: float) -> Samples:
-        """Nearest rank, as `measure.distribution` has it, of values (time, value). Empty if there are none."""
-        found = [
-            (value * self.speeds[position], index)
-            for position, part in enumerate(self.parts)
-            for at, value in values(part)
-            if (index := self.index(position, at)) is not None
-        ]
-        if not found:
+    def _inside(self, position: int, times: Samples, values: Samples) -> tuple[npt.NDArray[np.int64], Samples]:
+        """Batches and values of what lies in the window of the part at this position."""
+        part = self.parts[position]
+        inside = (part.begin <= times) & (times < part.end)
+        shares = (times[inside] - part.begin) / part.seconds
+        return position * BATCHES + np.minimum(BATCHES - 1, (shares * BATCHES).astype(np.int64)), values[inside]
+
+    def quantiles(self, values: Callable[[LevelRows], Points], share: float) -> Samples:
+        """Nearest rank, as `measure.distribution` has it, of values (times, values). Empty if there are none."""
+        found = [self._inside(position, *values(part)) for position, part in enumerate(self.parts)]
+        batch = np.concatenate([batches for batches, _ in found])
+        if not len(batch):
             return np.array([])
-        found.sort()
-        ordered = np.array([value for value, _ in found])
-        batch = np.array([index for _, index in found])
+        ordered = np.concatenate([some * speed for (_, some), speed in zip(found, self.speeds, strict=True)])
+        order = np.argsort(ordered, kind="stable")
+        ordered, batch = ordered[order], batch[order]
         # Of each batch: how many of its values are among the first 1, 2, ... of all.
-        below = np.cumsum(batch[None, :] == np.arange(len(self.widths))[:, None], axis=1)
-        totals = self.counts @ below[:, -1]
+        below = np.cumsum(batch[:, None] == np.arange(len(self.widths)), axis=0)
+        totals = self.counts @ below[-1]
         ranks = np.maximum(1, np.ceil(share * totals))
-        low, high = np.zeros(len(ranks), dtype=np.int64), np.full(len(ranks), len(found) - 1)
+        low, high = np.zeros(len(ranks), dtype=np.int64), np.full(len(ranks), len(batch) - 1)
         while np.any(low < high):  # all draws' binary searches at once
             middle = (low + high) // 2
-            reached = np.einsum("db,bd->d", self.counts, below[:, middle]) >= ranks
+            reached = np.einsum("db,db->d", self.counts, below[middle]) >= ranks
             low, high = np.where(reached, low, middle + 1), np.where(reached, middle, high)
         # A draw may have missed every batch with a value: it says nothing, and its search ran off the end.
-        return np.where(totals > 0, ordered[np.minimum(low, len(found) - 1)], np.nan)
+        return np.where(totals > 0, ordered[np.minimum(low, len(batch) - 1)], np.nan)
 
 
 def interval(samples: Samples, confidence: float) -> tuple[float, float] | None:

@@ -11,7 +11,7 @@ that is known; the ratios as measured stand beside them.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -21,12 +21,12 @@ from loadtest.bootstrap import DRAWS, Batches, Samples, interval
 from loadtest.correction import Correction
 from loadtest.judge import corrected, keeps_up, told
 from loadtest.judgements import Distribution, LevelClass, Measures, Verdict
-from loadtest.measure import LevelRows, is_good, measure, served
+from loadtest.measure import LevelRows, Points, is_good, measure
 from loadtest.plots import axes
 from loadtest.plots.figure import Format
 from loadtest.quantity import seconds
 from loadtest.reading import Reading
-from loadtest.records import Limits, Outcome, Phase
+from loadtest.records import Limits, Phase
 
 MARGIN = 0.05  # within it two figures are the same
 KNEE_MARGIN = 0.10  # of two intervals of up to 5 %
@@ -265,34 +265,14 @@ def _of(name: str, share: str) -> Callable[[Measures], float | None]:
     return value
 
 
-def _ttft(part: LevelRows) -> Iterable[tuple[float, float]]:
-    """One that has no token yet counts with the time that it has waited, as in `Measures.ttft`."""
-    for row in served(part.arrived):
-        value = row.ttft if row.ttft is not None else row.e2e
-        if value is not None:
-            yield row.intended, value
+def _good(part: LevelRows, limits: Limits, speed: float) -> Points:
+    """On a machine of this speed, where times keep the limits at speed 1."""
+    there = Limits(ttft=limits.ttft / speed, tpot=limits.tpot / speed)
+    times = np.array([row.intended for row in part.arrived if is_good(row, there)])
+    return times, np.ones(len(times))
 
 
-def _tpot(part: LevelRows) -> Iterable[tuple[float, float]]:
-    return ((row.intended, tpot) for row in served(part.arrived) if (tpot := row.tpot) is not None)
-
-
-def _e2e(part: LevelRows) -> Iterable[tuple[float, float]]:
-    return ((row.intended, e2e) for row in served(part.arrived) if (e2e := row.e2e) is not None)
-
-
-def _completions(part: LevelRows, speed: float) -> Iterable[tuple[float, int]]:
-    return ((row.finish, 1) for row in part.ended if row.outcome is Outcome.COMPLETED and row.finish is not None)
-
-
-def _limits_on(limits: Limits, speed: float) -> Limits:
-    """On a machine of this speed, times that keep the limits at speed 1."""
-    return Limits(ttft=limits.ttft / speed, tpot=limits.tpot / speed)
-
-
-def _latency(
-    name: str, share: str, values: Callable[[LevelRows], Iterable[tuple[float, float]]], *, decides: bool
-) -> Figure:
+def _latency(name: str, share: str, values: Callable[[LevelRows], Points], *, decides: bool) -> Figure:
     quantile = int(share.removeprefix("p")) / 100
     return Figure(
         name=f"{name.upper()} {share}",
@@ -307,18 +287,18 @@ def _latency(
 # End-to-end latency follows the lengths of the outputs, which another seed draws anew, and goodput beyond the knee
 # jumps where the wait in a full queue passes the limit: without them two results can agree.
 FIGURES = (
-    _latency("ttft", "p50", _ttft, decides=True),
-    _latency("ttft", "p99", _ttft, decides=False),
-    _latency("tpot", "p50", _tpot, decides=True),
-    _latency("tpot", "p99", _tpot, decides=False),
-    _latency("e2e", "p50", _e2e, decides=False),
-    _latency("e2e", "p99", _e2e, decides=False),
+    _latency("ttft", "p50", lambda part: part.waits, decides=True),
+    _latency("ttft", "p99", lambda part: part.waits, decides=False),
+    _latency("tpot", "p50", lambda part: part.tpots, decides=True),
+    _latency("tpot", "p99", lambda part: part.tpots, decides=False),
+    _latency("e2e", "p50", lambda part: part.e2es, decides=False),
+    _latency("e2e", "p99", lambda part: part.e2es, decides=False),
     Figure(
         name="completed/s",
         format=Format.NUMBER,
         lower_is_better=False,
         value=lambda measures: measures.completion_rate,
-        samples=lambda batches, limits: batches.rates(_completions),
+        samples=lambda batches, limits: batches.rates(lambda part, speed: part.completions),
         load_bound=True,
     ),
     Figure(
@@ -326,9 +306,7 @@ FIGURES = (
         format=Format.NUMBER,
         lower_is_better=False,
         value=lambda measures: measures.goodput,
-        samples=lambda batches, limits: batches.rates(
-            lambda part, speed: ((row.intended, 1) for row in part.arrived if is_good(row, _limits_on(limits, speed)))
-        ),
+        samples=lambda batches, limits: batches.rates(lambda part, speed: _good(part, limits, speed)),
         decides=False,
         load_bound=True,
     ),
@@ -337,7 +315,7 @@ FIGURES = (
         format=Format.NUMBER,
         lower_is_better=False,
         value=lambda measures: measures.token_rate,
-        samples=lambda batches, limits: batches.rates(lambda part, speed: part.stamps()),
+        samples=lambda batches, limits: batches.rates(lambda part, speed: part.messages),
         load_bound=True,
     ),
 )

@@ -16,6 +16,7 @@ from loadtest.judgements import Distribution, Measures, Quantile, Slope
 from loadtest.records import Level, Limits, Outcome, RequestRow, TelemetryRow
 
 Floats = NDArray[np.float64]
+Points = tuple[Floats, Floats]  # times, values
 BATCHES = 10
 LITTLE = {"requests_running", "requests_waiting", "request_seconds_sum"}
 LEAST_SAMPLES = 5
@@ -23,7 +24,7 @@ LEAST_SAMPLES = 5
 STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
 
 
-def distribution(values: Sequence[float], censored: Sequence[float] = ()) -> Distribution | None:
+def distribution(values: Sequence[float] | Floats, censored: Sequence[float] = ()) -> Distribution | None:
     """Censored values are lower bounds: a quantile at or above the least of them is one, too."""
     merged = np.sort(np.concatenate([np.asarray(values, dtype=float), np.asarray(censored, dtype=float)]))
     if not len(merged):
@@ -99,18 +100,16 @@ class LevelRows:
         return np.array([row.intended for row in sent]), np.array([row.finish for row in sent], dtype=float)
 
     @cached_property
-    def _stamps(self) -> tuple[Floats, Floats]:
+    def messages(self) -> Points:
         """Times and token counts of every message with tokens."""
         sent = [row for row in self.rows if row.sent is not None and row.chunk_us]
-        if not sent:
-            return np.empty(0), np.empty(0)
-        counts = [row.chunk_tokens or [1] * len(row.chunk_us) for row in sent]
-        stamps = [np.array(row.chunk_us) / 1e6 + (row.sent or 0.0) for row in sent]
-        return np.concatenate(stamps), np.array(list(itertools.chain.from_iterable(counts)), dtype=float)
+        counts = _joined(row.chunk_tokens or [1] * len(row.chunk_us) for row in sent)
+        begin = _joined([row.sent or 0.0] * len(row.chunk_us) for row in sent)
+        return _joined(row.chunk_us for row in sent) / 1e6 + begin, counts
 
     def stamps(self) -> list[tuple[float, int]]:
         """(time, tokens) of every message with tokens."""
-        times, counts = self._stamps
+        times, counts = self.messages
         return [(at, int(count)) for at, count in zip(times.tolist(), counts.tolist(), strict=True)]
 
     def batches(self) -> list[tuple[float, float]]:
@@ -145,7 +144,7 @@ class LevelRows:
     @cached_property
     def tokens(self) -> int:
         """Received in the window."""
-        stamps, counts = self._stamps
+        stamps, counts = self.messages
         return int(counts[(stamps >= self.begin) & (stamps < self.end)].sum())
 
     @cached_property
@@ -154,7 +153,7 @@ class LevelRows:
         flight, by steps of the service's own counter where telemetry has it."""
         signs = [at for row in self.rows for at in (row.accepted, row.finish) if at is not None and _answered(row)]
         signs += _steps(self.telemetry)
-        ordered = np.sort(np.concatenate([np.array(signs, dtype=float), self._stamps[0]]))
+        ordered = np.sort(np.concatenate([np.array(signs, dtype=float), self.messages[0]]))
         busy = _union([(row.accepted, row.finish) for row in self.rows if row.accepted is not None])
         return max((_longest_gap(ordered, low, high) for low, high in busy), default=0.0)
 
@@ -182,9 +181,30 @@ class LevelRows:
         return max(0.0, max((row.finish - self.end for row in self.rows if row.finish is not None), default=0.0))
 
     @cached_property
-    def gaps(self) -> list[float]:
-        """Between tokens, of all that was served."""
-        return [gap for row in self.served for gap in row.gaps()]
+    def gaps(self) -> Floats:
+        """Between tokens, of all that was served, as `RequestRow.gaps`; those between messages first."""
+        rows = [row for row in self.served if row.chunk_us]
+        ends = np.cumsum([len(row.chunk_us) for row in rows], dtype=int)
+        between = np.delete(np.diff(_joined(row.chunk_us for row in rows)), ends[:-1] - 1) / 1e6
+        return np.concatenate([between, np.zeros(sum(row.tokens - len(row.chunk_us) for row in rows))])
+
+    @cached_property
+    def waits(self) -> Points:
+        """TTFTs of all that was served. One that has no token yet counts with the time that it has waited."""
+        return _points((row.intended, row.ttft if row.ttft is not None else row.e2e) for row in self.served)
+
+    @cached_property
+    def tpots(self) -> Points:
+        return _points((row.intended, row.tpot) for row in self.served)
+
+    @cached_property
+    def e2es(self) -> Points:
+        return _points((row.intended, row.e2e) for row in self.served)
+
+    @cached_property
+    def completions(self) -> Points:
+        """One at the end of each request that completed."""
+        return _points((row.finish, 1.0) for row in self.ended if row.outcome is Outcome.COMPLETED)
 
     @property
     def client_cap(self) -> int:
@@ -237,8 +257,8 @@ def measure(parts: Sequence[LevelRows], limits: Limits) -> Measures:
         little_gap=max((gap for gap in gaps if gap is not None), default=None),
         ttft=_times(accepted, lambda row: row.ttft, lambda row: row.intended),
         service_ttft=_times(accepted, lambda row: row.service_ttft, lambda row: row.sent),
-        tpot=distribution([tpot for row in accepted if (tpot := row.tpot) is not None]),
-        itl=distribution([gap for row in accepted for gap in row.gaps()]),
+        tpot=distribution(np.concatenate([part.tpots[1] for part in parts])),
+        itl=distribution(np.concatenate([part.gaps for part in parts])),
         e2e=distribution(
             [row.e2e for row in accepted if row.outcome is Outcome.COMPLETED and row.e2e is not None],
             [row.e2e for row in accepted if row.outcome is Outcome.CENSORED and row.e2e is not None],
@@ -312,6 +332,17 @@ def _wait(row: RequestRow) -> float | None:
     if row.ttft is not None:
         return row.ttft
     return row.e2e
+
+
+def _points(found: Iterable[tuple[float | None, float | None]]) -> Points:
+    """Of pairs that are whole."""
+    known = [pair for pair in found if None not in pair]
+    times, values = np.array(known, dtype=float).reshape(-1, 2).T
+    return times, values
+
+
+def _joined(numbers: Iterable[Sequence[float]]) -> Floats:
+    return np.fromiter(itertools.chain.from_iterable(numbers), dtype=float)
 
 
 def _sent(row: RequestRow) -> bool:

@@ -1,5 +1,5 @@
 """Lets a machine that lacks some packages run what it can (`make gpu-test`), and say what it left out. And after every
-test, whatever it was about, engines without work hold nothing. Shares the tests among processes (`make test`)."""
+test, whatever it was about, engines without work hold nothing."""
 
 from __future__ import annotations
 
@@ -9,36 +9,11 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-# Tests that start processes or wait for clocks are one piece of work, so that none of them disturbs another. Every file
-# of other tests is a piece of its own.
-ONE_AFTER_ANOTHER = (
-    "tests/clients/",
-    "tests/loadtest/test_commands.py",
-    "tests/loadtest/test_drive.py",
-    "tests/loadtest/test_instrument.py",
-    "tests/loadtest/test_locust.py",
-    "tests/loadtest/test_search.py",
-    "tests/loadtest/test_telemetry.py",
-    "tests/model/test_memory.py",
-    "tests/service/",
-    "tests/test_clients_of_engine.py",
-    "tests/test_clients_of_engine_grammar.py",
-    "tests/test_socket_folder.py",
-)
-# They read the demo model with transformers, which takes a while, once a process.
-PEERS_OF_THE_DEMO = (
-    "tests/model/test_gguf.py",
-    "tests/test_engine.py",
-    "tests/test_engine_logprobs.py",
-    "tests/text/test_tokenizer.py",
-)
-GIVE_WAY = 5  # of niceness
 OURS = {"engine", "service", "loadtest", "octavo", "tests"}
 left_out: dict[str, str] = {}
 engines: weakref.WeakSet[Any] = weakref.WeakSet()  # of this thread; a client's own thread may be at work at any time
@@ -55,42 +30,14 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return True
 
 
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    from xdist.scheduler import LoadFileScheduling
-
-    class Scheduling(LoadFileScheduling):
-        def _split_scope(self, nodeid: str) -> str:
-            if nodeid.startswith(ONE_AFTER_ANOTHER):
-                return "one after another"
-            return "the demo's peers" if nodeid.startswith(PEERS_OF_THE_DEMO) else str(super()._split_scope(nodeid))
-
-    return Scheduling(config, log)
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """In one of several processes: the largest pieces of work come first, so that no process is idle at the end."""
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        slow = {item.path for item in items if item.get_closest_marker("slow")}
-        items.sort(
-            key=lambda item: (
-                not item.nodeid.startswith(ONE_AFTER_ANOTHER),
-                not item.nodeid.startswith(PEERS_OF_THE_DEMO),
-                item.path not in slow,
-            )
-        )
-
-
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     for path, package in left_out.items():
         terminalreporter.write_line(f"LEFT OUT {path}: {package} is not installed")
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_runtest_setup(item: pytest.Item) -> None:
+def pytest_runtest_setup() -> None:
     """Before any fixture makes an engine. A run of tests that need none loads no torch for this."""
-    if "PYTEST_XDIST_WORKER" in os.environ and not item.nodeid.startswith(ONE_AFTER_ANOTHER):
-        _give_way()
     module = sys.modules.get("engine.engine")
     if module is not None and not hasattr(module.Engine.__init__, "follows"):
         module.Engine.__init__ = _following(module.Engine.__init__)
@@ -102,12 +49,6 @@ def pytest_runtest_call() -> Iterator[None]:
     for engine in list(engines):
         if not engine.has_work:
             engine.scheduler.check_idle()
-
-
-@cache
-def _give_way() -> None:
-    """Tests that only compute take what those that wait for clocks leave of the processor."""
-    os.nice(GIVE_WAY)
 
 
 def _following(init: Callable[..., None]) -> Callable[..., None]:

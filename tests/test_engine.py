@@ -14,7 +14,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from engine import load_tokenizer
 from engine.config import AllocatorKind, EngineConfig, LoadFormat, PreemptionMode
 from engine.engine import Engine
 from engine.errors import ConfigurationError, EngineError
@@ -22,7 +21,6 @@ from engine.generation_result import GenerationResult
 from engine.schedule.candidate_seed import candidate_seed
 from engine.schedule.composition import MixedSteps
 from engine.types import FailureKind, GenerationRequest, SamplingParameters, StopCriteria
-from tests.model.demo_peer import demo_peer
 from tests.model.tiny import write_tiny_model
 
 GREEDY = SamplingParameters(temperature=0.0)
@@ -378,20 +376,3 @@ def test_ids_that_pad_the_vocabulary_are_never_sampled(tmp_path: Path) -> None:
     refused = padded.generate([request("biased", [5, 6], 10, biased)])[0].failure
     assert refused is not None
     assert (refused.kind, refused.field) == (FailureKind.INVALID, "sampling.logit_bias")
-
-
-@pytest.mark.slow
-def test_smollm2_equals_transformers_for_two_hundred_tokens() -> None:
-    """The demo model, greedy, fp32, three prompts at once, against transformers' own reading of the same file."""
-    peer = demo_peer()
-    tokenizer = load_tokenizer("demo")
-    texts = ("The capital of France is", "Once upon a time, in a small village by the sea,", "To make bread you need")
-    prompts = [tokenizer.encode(text) for text in texts]
-    demo = Engine(EngineConfig(max_num_seqs=4, max_model_len=512))
-    results = demo.generate([request(str(index), prompt, 200) for index, prompt in enumerate(prompts)])
-    for prompt, result in zip(prompts, results, strict=True):
-        assert len(result.token_ids) == 200
-        with torch.inference_mode():
-            logits = peer(torch.tensor([prompt + result.token_ids])).logits[0]
-        # What the peer would choose after each of them, had it chosen all before.
-        assert logits[len(prompt) - 1 : -1].argmax(1).tolist() == result.token_ids

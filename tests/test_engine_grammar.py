@@ -329,9 +329,9 @@ def test_random_schemas_are_followed(shared: Engine, tokenizer: Tokenizer) -> No
     assert check_schemas(shared, tokenizer, 40, PROMPT) >= 20
 
 
-@pytest.mark.slow
-def test_five_hundred_random_schemas_are_followed_by_the_demo_model() -> None:
+@pytest.mark.parametrize(("count", "least"), [(60, 48), pytest.param(500, 400, marks=pytest.mark.slow)])
+def test_random_schemas_are_followed_by_the_demo_model(count: int, least: int) -> None:
     tok = Tokenizer.load("demo")
     prompt = tok.encode("Here is an example of a JSON object:\n")
     demo = engine("demo", max_num_seqs=64, max_model_len=128, num_threads=1)  # type: ignore[arg-type]
-    assert check_schemas(demo, tok, 500, prompt, 64) >= 400
+    assert check_schemas(demo, tok, count, prompt, 64) >= least

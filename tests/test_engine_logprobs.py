@@ -11,8 +11,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from engine import load_tokenizer
-from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.generation_result import GenerationResult
 from engine.schedule.plan import StepPlan
@@ -24,10 +22,8 @@ from engine.types import (
     TokenLogprob,
     TokensGenerated,
 )
-from tests.model.demo_peer import demo_peer
 from tests.model.tiny import write_tiny_model
 from tests.test_engine import GREEDY, engine, random_requests
-from tests.text.corpus import PROMPTS
 
 TOP = 5
 PROMPT = [random.Random(1).randrange(3, 500) for _ in range(45)]
@@ -175,21 +171,3 @@ def test_a_request_without_them_scores_nothing_more(shared: Engine, monkeypatch:
     shared.generate(_renamed(random_requests(4, seed=1)))
     assert plans
     assert not any(plan.scored or plan.edited for plan in plans)
-
-
-@pytest.mark.slow
-def test_the_demo_model_equals_transformers() -> None:
-    """SmolLM2-135M in fp32: prompts and outputs, in chunks beside each other, then with the prompts in the cache."""
-    peer = demo_peer()
-    tokenizer = load_tokenizer("demo")
-    demo = Engine(EngineConfig(max_num_seqs=4, max_model_len=512, max_num_batched_tokens=24))
-    prompts = [tokenizer.encode(PROMPTS[script] + " " + PROMPTS["Latn"]) for script in ("Latn", "Grek", "Hans")]
-    results = demo.generate([scoring(str(index), prompt, 24) for index, prompt in enumerate(prompts)])
-    for index, (prompt, result) in enumerate(zip(prompts, results, strict=True)):
-        tokens = prompt + result.token_ids
-        expected = scores_by(peer, tokens)
-        assert_equal_to(expected, tokens[1:], all_scores(result))
-        plain = GenerationRequest("hit", prompt, GREEDY, scoring(str(index), prompt, 24).stop, top_logprobs=TOP)
-        hit = demo.generate([plain])[0]
-        assert hit.usage.cached_prompt_tokens >= 16
-        assert_equal_to(expected[len(prompt) - 1 :], hit.token_ids, hit.candidates[0].logprobs)

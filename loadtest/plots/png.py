@@ -10,6 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import LinearSegmentedColormap, LogNorm, to_rgb
 from matplotlib.figure import Figure as Canvas
+from matplotlib.image import imsave
 from matplotlib.lines import Line2D
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter, NullLocator
@@ -53,15 +54,17 @@ DPI = 150
 def draw(figure: Figure, path: Path) -> None:
     """Writes a PNG."""
     with mpl.rc_context(STYLE):
-        canvas = Canvas(figsize=(WIDE if figure.wide else WIDTH, _height(figure)), layout="constrained")
-        FigureCanvasAgg(canvas)
+        size = (WIDE if figure.wide else WIDTH, _height(figure))
+        canvas = Canvas(figsize=size, dpi=DPI, facecolor="white", layout="constrained")
+        drawn: Any = FigureCanvasAgg(canvas)  # whose methods have no types
         canvas.suptitle(figure.title, x=0.012, ha="left", fontsize=13, fontweight="bold")
         for axes, panel in zip(_grid(canvas, figure), figure.panels, strict=True):
             (_matrix if panel.cells else _panel)(axes, panel)
         if len(figure.panels) > 2:  # they share their x axis
             for axes in canvas.axes[:-1]:
                 axes.set_xlabel("")
-        canvas.savefig(path, dpi=DPI, facecolor="white")
+        drawn.draw()
+        imsave(path, drawn.buffer_rgba(), dpi=DPI)  # savefig would draw twice for the layout
 
 
 def _grid(canvas: Canvas, figure: Figure) -> list[Axes]:

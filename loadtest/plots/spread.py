@@ -116,7 +116,7 @@ def _cdf(reading: Reading, verdict: Verdict, colour: str) -> Series:
 
 
 def _histogram(reading: Reading, verdict: Verdict, colour: str) -> Series:
-    gaps = [gap for part in reading.parts_of(verdict) for row in served(part.arrived) for gap in row.gaps() if gap > 0]
+    gaps = [gap for part in reading.parts_of(verdict) for gap in part.gaps.tolist() if gap > 0]
     bins = Counter(math.floor(math.log10(gap) * PER_DECADE) for gap in gaps)
     if not bins:
         return Series(name=axes.name(verdict), x=[], y=[])

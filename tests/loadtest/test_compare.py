@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
 import random
@@ -36,7 +37,6 @@ from loadtest.measure import LevelRows
 from loadtest.plan import LevelPlan
 from loadtest.reading import Reading
 from loadtest.records import Level, Outcome, Phase, RequestRow
-from loadtest.result import Result
 from loadtest.search import Settings
 from tests.loadtest import chromium, synthetic_kinds
 from tests.loadtest.simulated import SteppingServer
@@ -65,6 +65,11 @@ def slower(tmp_path_factory: pytest.TempPathFactory) -> Reading:
 @pytest.fixture(scope="module")
 def comparison(one: Reading, slower: Reading) -> Comparison:
     return compare(one, slower)
+
+
+@pytest.fixture(scope="module")
+def written(one: Reading, slower: Reading, tmp_path_factory: pytest.TempPathFactory) -> tuple[Comparison, Path]:
+    return write_comparison(one.folder, slower.folder, tmp_path_factory.mktemp("comparison"))
 
 
 def change_of(comparison: Comparison, name: str) -> Change:
@@ -212,6 +217,7 @@ def test_a_result_is_the_same_as_itself(one: Reading) -> None:
     assert all(change.speed == pytest.approx(1.0) for change in found.overall)
 
 
+@pytest.mark.slow
 def test_the_same_server_again_is_not_called_faster_or_slower(tmp_path: Path) -> None:
     findings = []
     for seed in range(8):
@@ -253,6 +259,7 @@ MAP = Settings(
 )
 
 
+@pytest.mark.slow
 async def test_two_maps_of_one_server_agree_and_one_of_a_server_slower_by_a_tenth_differs(tmp_path: Path) -> None:
     async def mapped(name: str, by: float, luck: int) -> Reading:
         server = Wavering(queue=40, base=0.010 * by, each=0.001 * by, generator=random.Random(luck))
@@ -275,8 +282,8 @@ def test_figures_that_contradict_each_other_decide_nothing() -> None:
 
 def test_knees_are_intervals(one: Reading) -> None:
     def with_knee(knee: Interval | None) -> Reading:
-        made = Reading(Result.open(one.folder))
-        made.summary = replace(made.summary, knee=knee)
+        made = copy.copy(one)
+        made.summary = replace(one.summary, knee=knee)
         return made
 
     first = with_knee(Interval(low=10.0, high=10.4))
@@ -320,8 +327,8 @@ def test_levels_are_paired_by_concurrency_rate_and_multiple(tmp_path: Path) -> N
 
 
 def test_a_void_level_has_no_partner(one: Reading) -> None:
-    second = Reading(Result.open(one.folder))
-    second.verdicts = [replace(verdict, level_class=LevelClass.VOID) for verdict in second.verdicts]
+    second = copy.copy(one)
+    second.verdicts = [replace(verdict, level_class=LevelClass.VOID) for verdict in one.verdicts]
     with pytest.raises(CompareError):
         compare(one, second)
 
@@ -339,7 +346,7 @@ def test_latency_of_a_queue_and_rates_of_a_load_are_no_evidence(comparison: Comp
 
 
 def test_what_else_differs_is_said(one: Reading, slower: Reading) -> None:
-    other = Reading(Result.open(slower.folder))
+    other = copy.copy(slower)
     other.run = replace(other.run, mix="long", fingerprint=replace(other.run.fingerprint, cpu="another"))
     found = compare(one, other).cautions
     assert "They differ in machine: simulated and another." in found
@@ -349,8 +356,8 @@ def test_what_else_differs_is_said(one: Reading, slower: Reading) -> None:
 # --- table and page --------------------------------------------------------------------------------------------------
 
 
-def test_the_page_is_whole(one: Reading, slower: Reading, tmp_path: Path) -> None:
-    comparison, page = write_comparison(one.folder, slower.folder, tmp_path)
+def test_the_page_is_whole(written: tuple[Comparison, Path]) -> None:
+    comparison, page = written
     found = structure(page)
     assert (found.faults, found.open, found.tables_without_caption) == ([], [], 0)
     assert set(found.references) <= set(found.ids)
@@ -359,7 +366,7 @@ def test_the_page_is_whole(one: Reading, slower: Reading, tmp_path: Path) -> Non
     assert text == page_of(comparison)
     assert "The second differs: it is slower than the first" in text
     assert text.count('<td class="change') == len(comparison.pairs) * len(FIGURES)
-    assert {file.name for file in (tmp_path / "plots").iterdir()} >= {"12-comparison.png", "12-comparison.csv"}
+    assert {file.name for file in (page.parent / "plots").iterdir()} >= {"12-comparison.png", "12-comparison.csv"}
 
 
 def test_the_command_prints_its_finding(one: Reading, slower: Reading, tmp_path: Path) -> None:
@@ -377,12 +384,11 @@ def test_a_folder_that_is_no_result_is_one_line(one: Reading, tmp_path: Path) ->
         assert "no run.json" in done.output
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("width", [1280, 390])
-def test_the_page_renders_in_a_browser(one: Reading, slower: Reading, tmp_path: Path, width: int) -> None:
+def test_the_page_renders_in_a_browser(written: tuple[Comparison, Path], width: int) -> None:
     if chromium.found() is None:
         pytest.skip("no Chromium on the PATH and none named by OCTAVO_CHROMIUM")
-    _, page = write_comparison(one.folder, slower.folder, tmp_path)
+    page = written[1]
     with chromium.browser() as browser:
         browser.open(page, width, 900)
         assert browser.complaints == []

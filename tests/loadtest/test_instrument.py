@@ -42,7 +42,6 @@ def poisson(rate: float, seconds: float, seed: int = 1) -> list[float]:
     return times(flat(rate, seconds), POISSON, random.Random(seed))
 
 
-@pytest.mark.slow
 async def test_a_freeze_of_five_seconds_shows_in_every_request_that_it_held_up() -> None:
     """A client that waits for answers would have sent one request in these five seconds, and seen one slow answer."""
     frozen = Behaviour(mode="queue", mean=0.002, freeze_after=1.0, freeze=5.0)
@@ -55,7 +54,6 @@ async def test_a_freeze_of_five_seconds_shows_in_every_request_that_it_held_up()
     assert measure([part], LIMITS).ttft.p90.value > 1.0  # type: ignore[union-attr]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("transport", list(Transport))
 async def test_waiting_times_are_those_of_the_queue_that_the_schedule_makes(transport: Transport) -> None:
     """A queue with constant service times, whose ends follow from the arrival times alone: none can come sooner, and

@@ -392,7 +392,6 @@ def browser() -> Iterator[chromium.Page]:
         yield page
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("width", "dark"), [(1280, False), (390, True)])
 def test_charts_render_in_a_browser(browser: chromium.Page, pages: list[Path], width: int, dark: bool) -> None:
     for page in pages:
@@ -408,7 +407,6 @@ def test_charts_render_in_a_browser(browser: chromium.Page, pages: list[Path], w
         assert "NaN" not in browser.value("document.body.innerHTML")
 
 
-@pytest.mark.slow
 def test_a_chart_can_be_read_off_and_walked(browser: chromium.Page, pages: list[Path], reading: Reading) -> None:
     browser.open(pages[0], 1280, 900)
     told = browser.value(
@@ -424,7 +422,6 @@ def test_a_chart_can_be_read_off_and_walked(browser: chromium.Page, pages: list[
     assert len(set(told)) == 3
 
 
-@pytest.mark.slow
 def test_legends_tabs_and_data_work(browser: chromium.Page, pages: list[Path], reading: Reading) -> None:
     browser.open(pages[0], 1280, 900)
     lines = """document.querySelectorAll('[data-figure="01-ttft"] path.line').length"""
@@ -445,7 +442,6 @@ def test_legends_tabs_and_data_work(browser: chromium.Page, pages: list[Path], r
     assert browser.complaints == []
 
 
-@pytest.mark.slow
 def test_the_page_prints(browser: chromium.Page, pages: list[Path]) -> None:
     """From a telephone, too: charts are drawn anew for the sheet's width, and not blown up."""
     browser.open(pages[0], 390, 900)

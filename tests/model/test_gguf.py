@@ -1,4 +1,4 @@
-"""GGUF files: weights of every supported architecture and packing, damaged files, and the demo model."""
+"""GGUF files: weights of every supported architecture and packing, and damaged files."""
 
 from __future__ import annotations
 
@@ -13,20 +13,15 @@ import torch
 from gguf import GGMLQuantizationType
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from engine.config import EngineConfig
 from engine.errors import ConfigurationError
 from engine.model.assemble import assemble
 from engine.model.decoder import Decoder
 from engine.model.families import spec_from_gguf
 from engine.model.gguf_file import BLOCK_TYPES, read_gguf
 from engine.model.gguf_weights import GgufSource
-from engine.model.loader import load_model
-from engine.model.source import resolve
-from engine.text.tokenizer import Tokenizer
-from tests.model.demo_peer import demo_peer
 from tests.model.gguf_writer import quantised_copy, write_gguf
-from tests.model.paged_loop import greedy, prompt_logits
-from tests.model.test_parity import LLAMA3, PROMPT, assert_equal_to, hf_logits
+from tests.model.paged_loop import prompt_logits
+from tests.model.test_parity import LLAMA3, PROMPT, hf_logits
 from tests.model.tiny import random_model, tiny_config
 
 CPU = torch.device("cpu")
@@ -174,12 +169,3 @@ def test_tensor_that_nothing_uses_is_refused(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "m.gguf", random_model(tiny_config("llama")), tensors=extra)
     with pytest.raises(ConfigurationError, match=r"does not use: blk\.0\.attn_sinks\.weight"):
         decoder_of(path)
-
-
-@pytest.mark.slow
-def test_demo_equals_transformers_own_gguf_load() -> None:
-    source = resolve("demo")
-    config = EngineConfig(model="demo", max_num_batched_tokens=128, max_num_seqs=64)
-    loaded = load_model(config, CPU)
-    prompt, _ = Tokenizer.from_source(source).encode_chat([{"role": "user", "content": "What is an octavo?"}])
-    assert_equal_to(demo_peer(), loaded.decoder, prompt, greedy(loaded.decoder, prompt, 60, chunk=16), atol=2e-3)

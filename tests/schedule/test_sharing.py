@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -17,6 +20,15 @@ from engine.schedule.forecast import OutputForecast, peak_tokens
 from engine.schedule.policy import PriorityWithAgeing
 from engine.types import Event, FailureKind, GenerationRequest, SamplingParameters, StopCriteria, TokensGenerated
 from tests.schedule.fake_model import expected, finished, make_loop, preempt, request, run_to_end, tokens_of
+
+
+@pytest.fixture(params=itertools.product([PreemptionMode.SWAP, PreemptionMode.RECOMPUTE], [False, True], [False, True]))
+def make_preempting_loop(request: pytest.FixtureRequest) -> Callable[..., StepLoop]:
+    """In each mode, with and without a prefix cache, with and without lookahead."""
+    mode, caching, lookahead = request.param
+    return functools.partial(
+        make_loop, swap_blocks=40, mode=mode, prefix_caching=caching, lookahead=lookahead, kind=AllocatorKind.CHECKED
+    )
 
 
 def run(loop: StepLoop, *requests: GenerationRequest) -> list[Event]:
@@ -239,23 +251,12 @@ def test_swap_falls_back_to_recompute_and_ends_empty(lookahead: bool) -> None:
         assert run_in_a_tight_pool(too_few, lookahead)[0].swaps == 0
 
 
-@pytest.mark.parametrize("lookahead", [False, True])
-@pytest.mark.parametrize("caching", [False, True])
-@pytest.mark.parametrize("mode", [PreemptionMode.SWAP, PreemptionMode.RECOMPUTE])
 @pytest.mark.parametrize("steps", [1, 2, 3])
 def test_candidates_share_a_prompt_whose_computation_was_interrupted(
-    steps: int, mode: PreemptionMode, caching: bool, lookahead: bool
+    steps: int, make_preempting_loop: Callable[..., StepLoop]
 ) -> None:
     """Preempted with a part of the prompt computed: what of it is lost is computed again, once."""
-    loop = make_loop(
-        num_blocks=40,
-        swap_blocks=40,
-        mode=mode,
-        max_batched_tokens=8,
-        prefix_caching=caching,
-        lookahead=lookahead,
-        kind=AllocatorKind.CHECKED,
-    )
+    loop = make_preempting_loop(num_blocks=40, max_batched_tokens=8)
     prompt = list(range(30))
     loop.scheduler.submit(request("a", prompt, 4, sampling=SamplingParameters(n=3)), 0.0)
     for _ in range(steps):
@@ -270,23 +271,12 @@ def test_candidates_share_a_prompt_whose_computation_was_interrupted(
     loop.scheduler.check_idle()
 
 
-@pytest.mark.parametrize("lookahead", [False, True])
-@pytest.mark.parametrize("caching", [False, True])
-@pytest.mark.parametrize("mode", [PreemptionMode.SWAP, PreemptionMode.RECOMPUTE])
 @pytest.mark.parametrize("length", [3, 4, 5, 7, 8, 9, 11, 12, 13])
 def test_preempted_at_every_length_around_a_block_boundary(
-    length: int, mode: PreemptionMode, caching: bool, lookahead: bool
+    length: int, make_preempting_loop: Callable[..., StepLoop]
 ) -> None:
     """One short of a full block, full, one more; twice in a row, beside another that goes on."""
-    loop = make_loop(
-        num_blocks=20,
-        swap_blocks=20,
-        mode=mode,
-        max_batched_tokens=64,
-        prefix_caching=caching,
-        lookahead=lookahead,
-        kind=AllocatorKind.CHECKED,
-    )
+    loop = make_preempting_loop(num_blocks=20, max_batched_tokens=64)
     loop.scheduler.submit(request("other", [500, 501], 20), 0.0)
     loop.scheduler.submit(request("victim", [7, 8], 20), 0.0)
     events = []

@@ -16,7 +16,7 @@ async def served() -> AsyncIterator[Running]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Nothing here takes long: what hangs shows soon."""
+    """Nothing here takes long, unless it says so: what hangs shows soon."""
     for item in items:
-        if Path(__file__).parent in item.path.parents:
+        if Path(__file__).parent in item.path.parents and item.get_closest_marker("timeout") is None:
             item.add_marker(pytest.mark.timeout(60))

@@ -23,7 +23,7 @@ from tests.model.tiny import write_tiny_model
 from tests.service.process import BIN, ROOT, Process, run_command, server_process
 from tests.text.corpus import CORPUS, PROMPTS
 
-pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(240), pytest.mark.slow]
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(240)]
 
 GREEDY = pb.SamplingParameters(temperature=0.0)
 SMALL = ("--max-model-len", "512", "--kv-cache-tokens", "2048", "--max-num-seqs", "8", "--num-threads", "2")
@@ -112,6 +112,7 @@ async def test_structured_output_is_what_was_asked_for(server: Process) -> None:
         assert (error.value.code, error.value.reason) == (grpc.StatusCode.INVALID_ARGUMENT, "GRAMMAR_INVALID")
 
 
+@pytest.mark.slow
 async def test_prompts_in_every_script_are_answered(server: Process) -> None:
     """Many at a time, through the chat path: no error, and the answers' pieces are whole characters of their tokens."""
     tokenizer, fields = load_tokenizer("demo"), pb.OutputOptions(token_ids=True, echo_prompt_token_ids=True)
@@ -250,6 +251,7 @@ async def failing(client: Client, started: asyncio.Event) -> GenerationError:
     raise AssertionError("not failed")
 
 
+@pytest.mark.slow
 async def test_killed_engine_is_told_to_every_client_and_leaves_no_process(endless: tuple[str, ...]) -> None:
     async with server_process(*endless, seconds=START_SECONDS) as server, Client(server.address) as client:
         engine, started = engine_process(server), asyncio.Event()
@@ -271,6 +273,7 @@ async def test_killed_engine_is_told_to_every_client_and_leaves_no_process(endle
         assert not engine.is_running()
 
 
+@pytest.mark.slow
 async def test_frozen_engine_is_replaced_and_the_replica_serves_again(endless: tuple[str, ...]) -> None:
     flags = ("--restart-engine", "--hang-timeout", "4")
     async with (
@@ -292,6 +295,7 @@ async def test_frozen_engine_is_replaced_and_the_replica_serves_again(endless: t
         assert [line for line in server.log if not line.startswith(("octavo: ", "{"))] == []
 
 
+@pytest.mark.slow
 async def test_second_signal_ends_also_an_engine_that_hangs(endless: tuple[str, ...]) -> None:
     async with server_process(*endless, seconds=START_SECONDS) as server, Client(server.address) as client:
         engine, started = engine_process(server), asyncio.Event()

@@ -126,7 +126,6 @@ async def test_step_that_hangs_is_noticed_while_the_process_lives() -> None:
         assert await text(client, "x") == "abcde"
 
 
-@pytest.mark.slow
 async def test_long_step_whose_parts_advance_is_health() -> None:
     """Longer than any limit: readiness is lost after 2 s without progress, the engine killed after 2.5 s."""
     async with serving(FAKE_LONG_STEP="3.2") as (server, client, health):

@@ -29,7 +29,6 @@ SILENT_SECONDS = 7.0  # a server with gRPC's defaults ends such a call after 4 s
 HASTY = {"grpc.keepalive_time_ms": 1000, "grpc.http2.ping_timeout_ms": 2000}
 
 
-@pytest.mark.slow
 async def test_client_that_pings_every_second_survives_a_silent_prefill(served: Running) -> None:
     served.engine.plan = lambda _: Script(steps_before_first=10**9)
     async with aio.insecure_channel(served.server.address, PINGING) as channel:
@@ -53,7 +52,6 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("service.server.server_options", lambda config: hastened)
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("hasty")
 async def test_frozen_client_is_cut_and_its_requests_are_freed(served: Running) -> None:
     served.engine.plan = lambda _: Script(steps_before_first=10**9)
