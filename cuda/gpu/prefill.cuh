@@ -1,4 +1,4 @@
-// What a prefill attention launch is told; the kernels are in prefill_{attention,warpgroup,stretch}.cuh.
+// What a prefill attention launch is told; the kernels are in prefill_{attention,stretch}.cuh.
 #pragma once
 
 #include <cstdint>
@@ -26,7 +26,7 @@ struct Prefill {
   int group;
   // Of the kernel that follows a plan; see prefill_plan.cuh. blocks: 0 where another one serves.
   int blocks;
-  const PrefillCut* cuts;  // [blocks + 1]
+  const PrefillCut* cuts;  // [(kMaxRounds + 1) * blocks + 1]
   int* tickets;            // [blocks][warpgroups]
   float4* stats;           // [2 blocks][warpgroups][threads]
   float4* outputs;         // [2 blocks][warpgroups][head_dim / 8][threads]

@@ -283,7 +283,7 @@ template <int kDim>
 void PrefillKernels<kDim>::launch(const Prefill& args, const KvPool& pool, int num_tokens, const Launch& launch_on) {
   with_element(pool.dtype, [&]<class T>(T) {
     if constexpr (kDim % 64 == 0) {
-      if (args.blocks > 0) return launch_stretch_prefill<T, kDim>(args, pool, launch_on);
+      if (args.blocks > 0) return launch_stretch_prefill<T, kDim>(args, pool, num_tokens, launch_on);
     }
     launch_portable_prefill<T, kDim>(args, pool, num_tokens, launch_on);
   });

@@ -1,6 +1,10 @@
 // How prefill attention is shared out over the GPU: every thread block gets an equal stretch of all the work laid end
 // to end, KV head after KV head, sequence after sequence, tile of query rows after tile, tile of keys after tile. So a
 // tile of query rows may be cut into parts for neighbouring blocks; the last of them to finish merges the parts.
+//
+// Where keys and values are more than the L2 holds, the work is shared out in rounds: in each, all blocks work on
+// neighbouring sequences and heads. Only the first round cuts tiles; it makes up for what the others' whole tiles leave
+// uneven.
 #pragma once
 
 #include <cstddef>
@@ -10,10 +14,12 @@
 
 namespace octavo::gpu {
 
-constexpr int kPrefillTileRows = 128;  // query rows: tokens times the group's query heads
+constexpr int kPrefillTileRows = 128;  // query rows, of whole tokens: tokens times the group's query heads
 constexpr int kPrefillTileKeys = 128;
+constexpr int kMaxRounds = 8;  // stretches of a block
 
-// Where a block's stretch begins; it ends where the next one's begins. Past the last tile: head == kv_heads.
+// Where a stretch begins; it ends where the next one begins. Block b's are b, b + blocks, and so on; those past the
+// last round begin past the last tile, at head == kv_heads.
 struct alignas(16) PrefillCut {
   int head, seq, tile, key;  // tile: of the sequence's query rows; key: tile of keys
 
@@ -28,19 +34,17 @@ struct PrefillSequences {
   const int* context_lens;
   int num_seqs;
   int kv_heads;
-  int group;
+  int tile_tokens;  // query tokens of a tile: with all heads of a group as many rows as fit
 
 #ifdef __CUDACC__
   __device__ __forceinline__ int query_len(int seq) const {
     return __ldg(query_start + seq + 1) - __ldg(query_start + seq);
   }
-  __device__ __forceinline__ int tiles(int query_len) const {
-    return (query_len * group + kPrefillTileRows - 1) / kPrefillTileRows;
-  }
-  // Tiles of keys that some row of a tile sees.
+  __device__ __forceinline__ int tiles(int query_len) const { return (query_len + tile_tokens - 1) / tile_tokens; }
+  // Tiles of keys that some row of a tile sees; at least one, of which nothing is seen where the context is empty.
   __device__ __forceinline__ int key_tiles(int query_len, int context_len, int tile) const {
-    const int tokens = min(query_len, (tile * kPrefillTileRows + kPrefillTileRows - 1) / group + 1);
-    return (max(0, context_len - query_len + tokens) + kPrefillTileKeys - 1) / kPrefillTileKeys;
+    const int tokens = min(query_len, (tile + 1) * tile_tokens);
+    return max(1, (context_len - query_len + tokens + kPrefillTileKeys - 1) / kPrefillTileKeys);
   }
   // The same place, named by a tile that exists.
   __device__ __forceinline__ PrefillCut normal(PrefillCut cut) const {

@@ -165,6 +165,12 @@ __device__ __forceinline__ void store_matrices(uint32_t address, const uint32_t 
 #endif
 }
 
+__device__ __forceinline__ int load_acquire(const int* counter) {
+  int value;
+  asm volatile("ld.acquire.gpu.global.s32 %0,[%1];" : "=r"(value) : "l"(counter) : "memory");
+  return value;
+}
+
 // Adds 1 with acquire and release at device scope; returns the value before.
 __device__ __forceinline__ int take_ticket(int* counter) {
   int before;
@@ -203,8 +209,29 @@ __device__ __forceinline__ void wait_for_phase(uint32_t barrier, uint32_t parity
   });
 }
 
+// Whether it is over by now.
+__device__ __forceinline__ bool phase_is_over(uint32_t barrier, uint32_t parity) {
+  uint32_t over;
+  asm volatile(
+      "{\n\t.reg .pred over;\n\t"
+      "mbarrier.test_wait.parity.shared::cta.b64 over,[%1],%2;\n\t"
+      "selp.u32 %0,1,0,over;\n\t}"
+      : "=r"(over)
+      : "r"(barrier), "r"(parity)
+      : "memory");
+  return over != 0;
+}
+
 // Orders ordinary stores to shared memory before its use by tensor copies and warpgroup matrix instructions.
 __device__ __forceinline__ void publish_shared_stores() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// True in one lane of the whole warp. Behind it the compiler knows that one lane runs: tensor copies need no loop over
+// lanes.
+__device__ __forceinline__ bool elect_one() {
+  uint32_t elected;
+  asm volatile("{\n\t.reg .pred p;\n\telect.sync _|p,0xffffffff;\n\tselp.u32 %0,1,0,p;\n\t}" : "=r"(elected));
+  return elected != 0;
+}
 
 // A box of a five-axis tensor map to shared memory; its bytes arrive at `barrier`.
 __device__ __forceinline__ void copy_box(uint32_t to, const void* map, int c0, int c1, int c2, int c3, int c4,
@@ -223,6 +250,14 @@ __device__ __forceinline__ void copy_tile(uint32_t to, const void* map, int c0, 
       "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0],[%1,{%2,%3}],[%4];" ::"r"(
           to),
       "l"(map), "r"(c0), "r"(c1), "r"(barrier)
+      : "memory");
+}
+// Of a three-axis map.
+__device__ __forceinline__ void copy_tile(uint32_t to, const void* map, int c0, int c1, int c2, uint32_t barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0],[%1,{%2,%3,%4}],[%5];" ::
+          "r"(to),
+      "l"(map), "r"(c0), "r"(c1), "r"(c2), "r"(barrier)
       : "memory");
 }
 __device__ __forceinline__ void copy_tile_to_blocks(uint32_t to, const void* map, int c0, int c1, uint32_t barrier,

@@ -10,20 +10,21 @@
 namespace octavo::gpu::wgmma {
 
 // Operands in shared memory are lines of 128 bytes (64 elements), swizzled as a tensor copy leaves them; eight lines
-// are an atom of 1024 bytes.
+// are an atom of 1024 bytes. An offset that is added to the descriptor, not to the address, is one addition where the
+// descriptors of a loop differ in it alone.
 constexpr uint64_t kSwizzle128 = 1ull << 62;
 
 // Lines run along k: rows of an operand, 64 of its k. The next atom holds the next eight rows. k moves on by 16
 // elements, that is 32 bytes of address.
-__device__ __forceinline__ uint64_t k_lines(uint32_t address) {
-  return kSwizzle128 | static_cast<uint64_t>(1024 >> 4) << 32 | 1ull << 16 | (address & 0x3ffff) >> 4;
+__device__ __forceinline__ uint64_t k_lines(uint32_t address, uint32_t offset = 0) {
+  return kSwizzle128 | static_cast<uint64_t>(1024 >> 4) << 32 | ((1u << 16 | (address & 0x3ffff) >> 4) + (offset >> 4));
 }
 
 // Lines run along n: eight k, 64 of the operand's n. The next atom holds the next eight k; `n_stride` bytes on lie the
 // next 64 of n. k moves on by 16 lines, that is 2048 bytes of address.
-__device__ __forceinline__ uint64_t n_lines(uint32_t address, uint32_t n_stride) {
-  return kSwizzle128 | static_cast<uint64_t>(1024 >> 4) << 32 | static_cast<uint64_t>(n_stride >> 4) << 16 |
-         (address & 0x3ffff) >> 4;
+__device__ __forceinline__ uint64_t n_lines(uint32_t address, uint32_t n_stride, uint32_t offset = 0) {
+  return kSwizzle128 | static_cast<uint64_t>(1024 >> 4) << 32 |
+         (((n_stride >> 4) << 16 | (address & 0x3ffff) >> 4) + (offset >> 4));
 }
 
 // Before the first instruction of a group, where its registers were written by others.

@@ -64,9 +64,11 @@ def test_one_long_prompt() -> None:
 
 
 # Stretches of a thread block that end inside a tile of query rows: one long prompt; few queries behind a long prefix,
-# whose tile is cut for most of the GPU; a batch of both with empty sequences between.
+# whose tile is cut for most of the GPU; a batch of both with empty sequences between. Four prompts with 16/8/128 heads
+# are more keys and values than one round takes.
 CUTS = {
     "one prompt": ([2048], [2048]),
+    "four prompts": ([2048] * 4, [2048] * 4),
     "long prefix": ([8192], [64]),
     "short query": ([40_000, 3], [2, 3]),
     "mixed": ([3000, 0, 8000, 500, 0, 16, 2100], [3000, 0, 40, 500, 0, 16, 7]),
@@ -87,6 +89,19 @@ def test_shared_out_over_blocks(cut: str, heads: tuple[int, int, int]) -> None:
     assert float(rows.max()) < 4 * BOUND[torch.bfloat16]
     for _ in range(3):
         assert torch.equal(case.attend(workspace), out)
+
+
+@pytest.mark.parametrize("heads", [(12, 2, 128), (9, 3, 64)], ids=str)
+def test_bits_depend_on_no_neighbour(heads: tuple[int, int, int]) -> None:
+    """A tile's rows past the end of its sequence hold another's queries, or nothing: neither shows."""
+    case = paged_case([70, 300], [70, 300], heads=heads)
+    workspace = case.workspace()
+    out = case.attend(workspace)
+    case.query[70:] *= 100
+    case.attend(workspace)  # leaves other rows in shared memory
+    other = case.attend(workspace)
+    assert torch.equal(other[:70], out[:70])
+    assert not torch.equal(other[70:], out[70:])
 
 
 def test_a_plan_serves_every_call_and_leaves_the_decode_plan_alone() -> None:

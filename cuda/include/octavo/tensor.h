@@ -29,9 +29,9 @@ struct KvPool {
 // dependent launch behind the previous kernel of the stream (needs sm_90; ignored elsewhere): the op starts while that
 // kernel still runs, and before waiting for it reads only weights, the step's integers (block tables, lengths,
 // positions, slots, the attention plan), its sampling parameters, and K and V of earlier steps. So whatever writes
-// those must be done by then: embed, advance and plan_attention never let their successor start early, nor does the
-// matmul that opens a step behind decode_begin; behind any other writer of them, launch one of these, or one op without
-// `pdl`.
+// those must be done by then: embed, advance, plan_attention and plan_prefill never let their successor start early,
+// nor does the matmul that opens a step behind decode_begin; behind any other writer of them, launch one of these, or
+// one op without `pdl`.
 struct Launch {
   void* stream = nullptr;
   bool pdl = false;
