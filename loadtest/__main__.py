@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import shlex
 import sys
+import tempfile
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
@@ -12,7 +14,9 @@ from datetime import datetime
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
+from urllib.parse import urlsplit
 
+import psutil  # type: ignore[import-untyped]
 import typer
 from rich.console import Console
 
@@ -37,6 +41,7 @@ ERRORS = (TargetError, LaunchError, FleetError, MixError, NoSuchFaultError, Resu
 
 MOST_SECONDS = 7 * 24 * 3600.0  # what the service takes as a request's timeout
 MOST_SEED = 2**32 - 1
+MOST_PID = 2**31 - 1
 
 Value = TypeVar("Value")
 
@@ -69,14 +74,74 @@ def seed_of(text: str) -> Any:
     return typer.Option("--seed", help=text, min=0, max=MOST_SEED)
 
 
-Out = Annotated[Path | None, typer.Option("--out", help="Folder of the result; default build/load/KIND-TIME.")]
-Address = Annotated[str, typer.Option("--address", help="HOST:PORT of a service that runs; default: start one.")]
-MetricsUrl = Annotated[str | None, typer.Option("--metrics-url", help="Its Prometheus page, with --address.")]
-Pid = Annotated[int | None, typer.Option("--pid", help="Its process id on this machine, with --address.")]
+def checked_out(out: Path | None) -> Path | None:
+    """Whether a folder can be made there, without making it."""
+    try:
+        wanted = out or Path("build")
+        parent = next(path for path in (wanted, *wanted.parents) if path.exists())
+        with tempfile.TemporaryDirectory(dir=parent):
+            return out
+    except OSError as error:
+        raise typer.BadParameter(f"{error.strerror}: {wanted}") from None
+
+
+def checked_address(address: str) -> str:
+    parts = re.fullmatch(r"[^\s/]+:([0-9]{1,5})", address)
+    if address and not (parts and 1 <= int(parts[1]) <= 65535):
+        raise typer.BadParameter(f"{address!r} is not HOST:PORT, with a port of 1 to 65535")
+    return address
+
+
+def checked_url(url: str | None) -> str | None:
+    try:
+        parts = urlsplit(url or "http://localhost")
+        known = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except ValueError:  # of the port, or of brackets
+        known = False
+    if not known:
+        raise typer.BadParameter(f"{url!r} is not http://HOST:PORT/PATH")
+    return url
+
+
+def checked_pid(pid: int | None) -> int | None:
+    if pid is not None and not psutil.pid_exists(pid):
+        raise typer.BadParameter(f"no process {pid} on this machine")
+    return pid
+
+
+def checked_words(text: str) -> str:
+    try:
+        shlex.split(text)
+    except ValueError as error:
+        raise typer.BadParameter(f"{error}: {text}") from None
+    return text
+
+
+Out = Annotated[
+    Path | None,
+    typer.Option("--out", help="Folder of the result; default build/load/KIND-TIME.", callback=checked_out),
+]
+Address = Annotated[
+    str,
+    typer.Option("--address", help="HOST:PORT of a service that runs; default: start one.", callback=checked_address),
+]
+MetricsUrl = Annotated[
+    str | None,
+    typer.Option("--metrics-url", help="Its Prometheus page, with --address.", callback=checked_url),
+]
+Pid = Annotated[
+    int | None,
+    typer.Option(
+        "--pid", help="Its process id on this machine, with --address.", min=1, max=MOST_PID, callback=checked_pid
+    ),
+]
 Model = Annotated[str, typer.Option("--model", help="What to serve when a service is started.")]
-Serve = Annotated[str, typer.Option("--serve", help='More flags of `serve`, as in --serve "--max-num-seqs 16".')]
+Serve = Annotated[
+    str,
+    typer.Option("--serve", help='More flags of `serve`, as in --serve "--max-num-seqs 16".', callback=checked_words),
+]
 Seed = Annotated[int, seed_of("Of schedules and prompts.")]
-Clients = Annotated[int, typer.Option("--clients", help="Client processes.", min=1)]
+Clients = Annotated[int, typer.Option("--clients", help="Client processes.", min=1, max=64)]
 
 
 @app.callback()
@@ -97,15 +162,19 @@ def map_service(
     mix: Annotated[str, typer.Option("--mix", help=f"Workload: {', '.join(MIXES)}.")] = "chat",
     seed: Seed = 1,
     clients: Clients = 1,
-    channels: Annotated[int, typer.Option("--channels", help="Connections of each client.", min=1)] = 4,
+    channels: Annotated[int, typer.Option("--channels", help="Connections of each client.", min=1, max=64)] = 4,
     transport: Annotated[
         Transport, typer.Option("--transport", help="An RPC a request, or multiplexed.")
     ] = Transport.STREAM,
     ttft: Annotated[float, duration("--ttft", "Limit of a good request, seconds.", 0.001)] = 2.0,
     tpot: Annotated[float, duration("--tpot", "Limit of a good request, seconds.", 0.0001)] = 0.1,
     process: Annotated[Process, typer.Option("--process", help="Of arrivals; replay: of --trace.")] = Process.POISSON,
-    cv: Annotated[float, typer.Option("--cv", help="Coefficient of variation of gamma's gaps.", min=0.05)] = 2.0,
-    size: Annotated[int, typer.Option("--burst-size", help="Requests that come at once, with burst.", min=1)] = 8,
+    cv: Annotated[
+        float, typer.Option("--cv", help="Coefficient of variation of gamma's gaps.", min=0.05, max=100)
+    ] = 2.0,
+    size: Annotated[
+        int, typer.Option("--burst-size", help="Requests that come at once, with burst.", min=1, max=10_000)
+    ] = 8,
     trace: Annotated[
         Path | None, typer.Option("--trace", help="To replay, stretched to each rate: a schedule or a JSONL trace.")
     ] = None,
@@ -114,6 +183,7 @@ def map_service(
     minutes: Annotated[float, duration("--minutes", "Budget; refinement stops for it.", 0.1, MOST_SECONDS / 60)] = 14.5,
 ) -> None:
     """Finds the knee, goes beyond it, and comes back. Ctrl-C keeps what was measured."""
+    only_with_address(address, metrics_url, pid)
     settings = Settings(
         calibrate=min(6.0, window / 3),
         warm_up=warm_up,
@@ -154,7 +224,8 @@ def faults(
     seed: Seed = 1,
     clients: Clients = 1,
     rate: Annotated[
-        float | None, typer.Option("--rate", help="Requests/s beside the faults; default: 0.4 of what it takes.")
+        float | None,
+        typer.Option("--rate", help="Requests/s beside the faults; default: 0.4 of what it takes.", min=0.01, max=1e5),
     ] = None,
     ttft: Annotated[float, duration("--ttft", "Of a probe that counts as served, seconds.", 0.001)] = 2.0,
     seconds: Annotated[float, duration("--seconds", "Measured seconds of a fault.", 2.0)] = 10.0,
@@ -190,11 +261,14 @@ def overhead(
     transport: Annotated[
         Transport, typer.Option("--transport", help="An RPC a request, or multiplexed.")
     ] = Transport.MULTIPLEXED,
-    streams: Annotated[int, typer.Option("--streams", help="Streams of each client, multiplexed.", min=1)] = 8,
+    streams: Annotated[
+        int, typer.Option("--streams", help="Streams of each client, multiplexed.", min=1, max=1024)
+    ] = 8,
     seconds: Annotated[float, duration("--seconds", "Measured seconds of a level.", 1.0)] = 10.0,
     warm_up: Annotated[float, duration("--warm-up", "Seconds before them.", 0.0)] = 2.0,
 ) -> None:
     """What the service costs around the forward pass, with a tiny model of fixed weights."""
+    only_with_address(address, metrics_url, pid)
     options = SessionOptions(
         out=folder(out, RunKind.OVERHEAD),
         limits=Limits(ttft=2.0, tpot=0.1),
@@ -220,7 +294,10 @@ def ui(
     model: Model = "demo",
     serve: Serve = "",
     port: Annotated[int, typer.Option("--web-port", help="Of the web page.", min=1, max=65535)] = 8089,
-    locust: Annotated[str, typer.Option("--locust", help='More options of locust, as --locust "--mix mixed".')] = "",
+    locust: Annotated[
+        str,
+        typer.Option("--locust", help='More options of locust, as --locust "--mix mixed".', callback=checked_words),
+    ] = "",
 ) -> None:
     """Locust's web page in front of a service; Ctrl-C ends both."""
     guarded(lambda: run_locust(address, serve_arguments(model, serve), port, shlex.split(locust)))
@@ -274,7 +351,8 @@ def compare(
     first: Annotated[Path, typer.Argument(help="A result.")],
     second: Annotated[Path, typer.Argument(help="The result that is judged against it.")],
     out: Annotated[
-        Path | None, typer.Option("--out", help="Folder of the page; default build/load/compare-TIME.")
+        Path | None,
+        typer.Option("--out", help="Folder of the page; default build/load/compare-TIME.", callback=checked_out),
     ] = None,
     seed: Annotated[int, seed_of("Of the intervals' draws.")] = 1,
 ) -> None:
@@ -338,6 +416,13 @@ def with_trace(options: MapOptions, path: Path | None) -> MapOptions:
 
 def folder(out: Path | None, kind: RunKind) -> Path:
     return out or Path("build") / "load" / f"{kind}-{datetime.now():%Y%m%d-%H%M%S}"
+
+
+def only_with_address(address: str, metrics_url: str | None, pid: int | None) -> None:
+    """Raises typer.BadParameter: a service that is started is known without them."""
+    for flag, value in (("--metrics-url", metrics_url), ("--pid", pid)):
+        if value is not None and not address:
+            raise typer.BadParameter("goes with --address", param_hint=flag)
 
 
 def serve_arguments(model: str, more: str) -> list[str]:

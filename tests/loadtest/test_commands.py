@@ -91,6 +91,52 @@ def test_a_flag_beyond_its_bound_is_one_line(
         assert most in line
 
 
+ATTACHED = ("map", "--address", "127.0.0.1:9")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "flag"),
+    [
+        *(
+            ((*ATTACHED, "--metrics-url", url), "--metrics-url")
+            for url in ("foo", "http://", "http://h:x/", "file:///x")
+        ),
+        *((("map", "--pid", pid, *ATTACHED[1:]), "--pid") for pid in ("0", "99999999", "9" * 30)),
+        *(
+            (("map", "--address", address), "--address")
+            for address in ("garbage", ":1", "h:0", "h:65536", "http://h:1")
+        ),
+        *(((command, "--pid", "1"), "--pid") for command in ("map", "overhead")),
+        *(((command, "--metrics-url", "http://h:1/"), "--metrics-url") for command in ("map", "overhead")),
+        *(((command, "--serve", "'unbalanced"), "--serve") for command in ("map", "faults", "overhead", "ui")),
+        (("ui", "--locust", "'unbalanced"), "--locust"),
+        *((("faults", "--rate", rate), "--rate") for rate in ("nan", "inf", "-1", "0", "1e300")),
+        *((("map", "--cv", cv), "--cv") for cv in ("nan", "inf", "1e300")),
+        *(((command, "--clients", "100000"), "--clients") for command in ("map", "faults", "overhead")),
+        (("map", "--channels", "100000"), "--channels"),
+        (("map", "--burst-size", "9" * 30), "--burst-size"),
+        (("overhead", "--streams", "100000"), "--streams"),
+        *((("map", "--out", folder), "--out") for folder in ("/dev/null", "/dev/null/x", "/proc/x")),
+        (("faults", "--out", "/dev/null"), "--out"),
+        (("overhead", "--out", "/dev/null"), "--out"),
+        (("compare", "a", "b", "--out", "/dev/null"), "--out"),
+    ],
+)
+def test_a_flag_that_cannot_be_is_one_line(
+    arguments: tuple[str, ...], flag: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before anything starts."""
+    monkeypatch.setattr(asyncio, "run", lambda work: pytest.fail("something started"))
+    monkeypatch.setattr(sys, "argv", ["loadtest", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    out, err = capsys.readouterr()
+    assert (ended.value.code, out) == (2, "")
+    (line,) = err.splitlines()
+    assert line.startswith("loadtest: ")
+    assert flag in line
+
+
 @pytest.mark.parametrize("arguments", [["--process", "replay"], ["--trace", "trace.jsonl"]])
 def test_a_replay_and_its_trace_go_together(tmp_path: Path, arguments: list[str]) -> None:
     done = CliRunner().invoke(app, ["map", *arguments, "--out", str(tmp_path / "r")])
