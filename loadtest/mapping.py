@@ -103,7 +103,7 @@ async def search(driver: ServiceDriver, run: Run, options: MapOptions, progress:
     except (SearchError, FleetError) as error:
         search.notes.append(str(error))
     minutes = (time.monotonic() - run.started) / 60
-    judge(driver.result, complete=complete, notes=search.notes, extra={"minutes": minutes})
+    judge(driver.result, complete=complete, notes=search.notes, minutes=minutes)
 
 
 def most_concurrency(settings: Settings, run: Run) -> int:
@@ -126,17 +126,19 @@ def judge(
     *,
     complete: bool | None = None,
     notes: Sequence[str] | None = None,
-    extra: dict[str, float] | None = None,
+    minutes: float | None = None,
 ) -> Summary:
     """Writes verdicts and summary from the raw rows. What only the run itself knew (whether it was complete, its notes,
-    how long it took) is taken over from the summary that is there, unless given."""
+    how long it took) is taken over from the summary that is there, unless given. `minutes`: a measure of complete runs
+    only."""
     run = result.run
     verdicts = judge_levels(level_rows(result), run.limits)
     if complete is None:
         before = result.summary
-        complete, notes = before.complete, before.notes
-        extra = {"minutes": before.measures["minutes"]} if "minutes" in before.measures else {}
-    extra = {**(extra or {}), **special_measures(result)}
+        complete, notes, minutes = before.complete, before.notes, before.measures.get("minutes")
+    extra = special_measures(result)
+    if complete and minutes is not None:
+        extra["minutes"] = minutes
     summary = summarize(run, verdicts, complete=complete, notes=notes or (), extra=extra)
     result.write_judgement(verdicts, summary)
     return summary

@@ -138,7 +138,7 @@ async def run_faults(
         raise FleetError("interrupted before anything was measured")
     record.result.write_faults(matrix.cells)
     minutes = (time.monotonic() - record.origin) / 60
-    judge(record.result, complete=not notes, notes=notes, extra={"minutes": minutes})
+    judge(record.result, complete=not notes, notes=notes, minutes=minutes)
     return record.result
 
 

@@ -69,7 +69,7 @@ async def run_overhead(options: SessionOptions, seconds: float, warm_up: float, 
             result = opened.driver.result
             result.write_overhead(rows)
             minutes = (time.monotonic() - record.origin) / 60
-            judge(result, complete=not notes, notes=notes, extra={"minutes": minutes})
+            judge(result, complete=not notes, notes=notes, minutes=minutes)
             return result
 
 

@@ -166,6 +166,7 @@ async def test_ctrl_c_keeps_what_was_measured(tmp_path: Path) -> None:
     assert not result.summary.complete
     assert result.summary.notes == ["interrupted"]
     assert "note: interrupted" in out.decode()
+    assert "not measured: The map takes less than 15 minutes" in out.decode()
     levels = result.levels
     assert [level.interrupted for level in levels] == [False] * (len(levels) - 1) + [True]
     cut = [row for row in result.requests if row.level == levels[-1].index]
@@ -174,6 +175,7 @@ async def test_ctrl_c_keeps_what_was_measured(tmp_path: Path) -> None:
     code, again, _ = await loadtest("grade", tmp_path)
     assert code == 0
     assert "note: interrupted" in again
+    assert "not measured: The map takes less than 15 minutes" in again
 
 
 async def test_a_service_that_does_not_come_up_says_why() -> None:

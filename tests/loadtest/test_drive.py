@@ -72,8 +72,11 @@ async def test_a_level_interrupted_before_its_window_is_no_level(
     with pytest.raises(asyncio.CancelledError):
         await driver.run(plan)
     assert len(result.levels) == kept
-    summary = judge(result, complete=False, notes=["interrupted"], extra={"minutes": 0.0})
+    summary = judge(result, complete=False, notes=["interrupted"], minutes=1.0)
     assert summary.notes == ["interrupted"]
+    assert "minutes" not in summary.measures
+    judge(result, complete=True, minutes=2.0)
+    assert judge(result).measures["minutes"] == 2.0  # as `grade` does
 
 
 async def test_the_machines_speed_is_measured_in_every_level(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
