@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import http.client
 import shutil
 import time
-import urllib.error
 import urllib.request
 from typing import Any
 
@@ -125,14 +125,15 @@ class Telemetry:
 
 
 def scrape(url: str) -> dict[str, float]:
-    """The service's metrics without its prefix and without histogram buckets; empty if there is no answer."""
+    """The service's metrics without its prefix and without histogram buckets; empty if what answers, if anything does,
+    is no such page."""
     try:
         with urllib.request.urlopen(url, timeout=PATIENCE) as response:
-            text = response.read().decode()
-    except (urllib.error.URLError, OSError):
+            families = list(text_string_to_metric_families(response.read().decode()))
+    except (OSError, http.client.HTTPException, ValueError):
         return {}
     found = {}
-    for family in text_string_to_metric_families(text):
+    for family in families:
         for sample in family.samples:
             name = sample.name.removeprefix(PREFIX)
             if not name.endswith(("_bucket", "_created")) and family.type != "info":

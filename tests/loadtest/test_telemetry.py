@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from pathlib import Path
 
@@ -44,6 +45,9 @@ async def test_a_row_a_second_of_a_service() -> None:
 
 async def test_what_fails_is_left_out() -> None:
     assert scrape("http://127.0.0.1:9/metrics") == {}
+    assert scrape("data:,no metrics") == {}
+    async with known_service(Behaviour(mode="step")) as service:
+        assert await asyncio.to_thread(scrape, f"http://{service.address}/metrics") == {}  # gRPC's port
     async with aio.insecure_channel("127.0.0.1:9") as channel:
         assert await ready(channel) is False
 
