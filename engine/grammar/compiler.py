@@ -175,8 +175,12 @@ class Trial:
 
     def run(self, kind: str, text: str) -> str:
         """What llguidance takes for the grammar. Raises GrammarError."""
-        process = self._process or self._start()
-        line = self._ask(process, json.dumps([kind, text]).encode() + b"\n")
+        question = json.dumps([kind, text]).encode() + b"\n"
+        try:
+            line = self._ask(question)
+        except BrokenPipeError:  # the process ended while it was idle: no fault of this grammar
+            self.close()
+            line = self._ask(question)
         if line is None:
             self.close()
             raise GrammarLimitError(
@@ -210,14 +214,13 @@ class Trial:
             raise GrammarLimitError("the process that tries grammars did not start")
         return process
 
-    def _ask(self, process: subprocess.Popen[bytes], question: bytes) -> bytes | None:
+    def _ask(self, question: bytes) -> bytes | None:
+        """None beyond a limit. Raises BrokenPipeError if the process has ended before it could read the question."""
+        process = self._process or self._start()
         assert process.stdin is not None
-        try:
-            rest = memoryview(question)
-            while rest:
-                rest = rest[process.stdin.write(rest) :]
-        except OSError:
-            return None
+        rest = memoryview(question)
+        while rest:
+            rest = rest[process.stdin.write(rest) :]
         return _read_line(process, TRIAL_SECONDS)
 
 

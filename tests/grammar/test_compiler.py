@@ -412,6 +412,15 @@ def test_a_trial_that_takes_too_long_is_ended_and_forgotten(
     assert accepts(compiled(compiler, GrammarKind.JSON_SCHEMA, schema), '"value 17"')
 
 
+def test_a_process_that_died_while_it_was_idle_is_replaced(compiler: GrammarCompiler) -> None:
+    compiler.warm().result(timeout=60)
+    process = compiler._trial._process
+    assert process is not None
+    process.kill()
+    process.wait()
+    assert accepts(compiled(compiler, GrammarKind.REGEX, "(after|a|death)*"), "death")
+
+
 @pytest.mark.parametrize(
     ("kind", "text", "named"),
     [
