@@ -69,9 +69,11 @@ def or_default(message: Any, name: str, default: bool) -> bool:
 
 
 def seconds_of(duration: duration_pb2.Duration, path: str) -> float:
-    """Raises RequestRefusedError for nanos that are no fraction of a second."""
+    """Raises RequestRefusedError for nanos that are no fraction of a second, or that have another sign."""
     if abs(duration.nanos) > 999_999_999:
         raise refuse(invalid(path, f"has {duration.nanos} nanos, more than a second"))
+    if duration.seconds * duration.nanos < 0:
+        raise refuse(invalid(path, "has seconds and nanos of different signs"))
     return duration.seconds + duration.nanos / 1e9
 
 

@@ -115,6 +115,7 @@ INVALID: list[tuple[str, dict[str, Any]]] = [
     ("start.scheduling.timeout", scheduling(timeout=Duration(seconds=10**9))),
     ("start.scheduling.queue_timeout", scheduling(queue_timeout=Duration(nanos=-5))),
     ("start.scheduling.queue_timeout", scheduling(queue_timeout=Duration(seconds=1, nanos=2_000_000_000))),
+    ("start.scheduling.queue_timeout", scheduling(queue_timeout=Duration(seconds=1, nanos=-5))),
 ]
 
 
