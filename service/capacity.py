@@ -14,7 +14,7 @@ from octavo.v1 import capacity_pb2, capacity_pb2_grpc
 from service.admission import Admission
 from service.cache_feed import ChangesLostError
 from service.convert.cache import changes_message, snapshot_message
-from service.convert.capacity import capacity_message, capacity_response, parse_watch, watch_response
+from service.convert.capacity import at_rest, capacity_message, capacity_response, parse_watch, watch_response
 from service.replica import Replica
 from service.status import RequestRefusedError, abort, changes_lost, draining, engine_died, not_allowed
 from service.tokens import CALLER, Right
@@ -107,13 +107,15 @@ class CapacityService(capacity_pb2_grpc.CapacityServiceServicer):
 
     def _snapshot(self) -> capacity_pb2.Capacity:
         replica = self._replica
-        stats = replica.engine.stats
+        stats, queue_delay = replica.engine.stats, self._admission.queue_delay()
+        if replica.engine.state is not EngineState.READY:
+            stats, queue_delay = at_rest(replica.info, stats), 0.0
         return capacity_message(
             replica.info,
             stats,
             state=replica.state,
             accepting=replica.ready,
             revision=replica.changes.value,
-            queue_delay=self._admission.queue_delay(),
+            queue_delay=queue_delay,
             heartbeat_age=time.monotonic() - replica.last_sign_of_life,
         )

@@ -22,7 +22,8 @@ Context = aio.ServicerContext[Any, Any]
 
 
 def load_report(replica: Replica) -> orca_load_report_pb2.OrcaLoadReport:
-    """application_utilization and mem_utilization as in CapacityService's `utilization` and `kv_utilization`."""
+    """application_utilization and mem_utilization as in CapacityService's `utilization` and `kv_utilization`;
+    of an engine that is gone the last ones, since balancers pass over a report of 0."""
     info, stats, rate = replica.info, replica.engine.stats, replica.rate
     kv = kv_utilization(info, stats)
     return orca_load_report_pb2.OrcaLoadReport(

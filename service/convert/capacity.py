@@ -95,6 +95,18 @@ def _fill_load(load: capacity_pb2.Load, info: EngineInfo, stats: EngineStats) ->
     load.finished_requests_total = stats.finished_requests
 
 
+def at_rest(info: EngineInfo, stats: EngineStats) -> EngineStats:
+    """Of an engine that is gone: what it did, and that nothing runs, waits or holds a block."""
+    return EngineStats(
+        free_blocks=info.num_blocks,
+        prompt_tokens=stats.prompt_tokens,
+        cached_prompt_tokens=stats.cached_prompt_tokens,
+        preemptions=stats.preemptions,
+        generated_tokens=stats.generated_tokens,
+        finished_requests=stats.finished_requests,
+    )
+
+
 def kv_utilization(info: EngineInfo, stats: EngineStats) -> float:
     held = info.num_blocks - stats.free_blocks - stats.cached_blocks
     return held / max(1, info.num_blocks)

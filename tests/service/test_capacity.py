@@ -141,6 +141,37 @@ async def test_dead_engine_shows_as_failed(served: Running) -> None:
     assert (capacity.state, capacity.accepting) == (pb.REPLICA_STATE_FAILED, False)
 
 
+async def test_nothing_runs_in_a_dead_engine(served: Running) -> None:
+    served.engine.stats_overrides = {
+        "running_requests": 3,
+        "queued_requests": 2,
+        "queued_uncached_tokens": 500,
+        "free_blocks": 18,
+        "cached_blocks": 4,
+        "swapped_blocks": 1,
+        "prefill_tokens_per_second": 100.0,
+        "decode_tokens_per_second": 72.0,
+        "queue_delay_seconds": 7.5,
+        "prompt_tokens": 5,
+        "cached_prompt_tokens": 4,
+        "preemptions": 3,
+        "generated_tokens": 2,
+        "finished_requests": 1,
+    }
+    served.engine.die()
+    capacity = await snapshot(served)
+    capacity.load.ClearField("engine_heartbeat_age")
+    assert capacity.load == pb.Load(
+        kv_free_blocks=capacity.limits.kv_total_blocks,
+        estimated_queue_delay=Duration(),
+        prompt_tokens_total=5,
+        cached_prompt_tokens_total=4,
+        preemptions_total=3,
+        generated_tokens_total=2,
+        finished_requests_total=1,
+    )
+
+
 def test_states_have_the_public_values() -> None:
     assert {state.name: state.value for state in ReplicaState} == {
         name.removeprefix("REPLICA_STATE_"): number for name, number in pb.ReplicaState.items() if number

@@ -219,6 +219,8 @@ Global___Limits: _TypeAlias = Limits  # noqa: Y015
 
 @_typing.final
 class Load(_message.Message):
+    """While no engine is up: what the last one did, and a pool of free blocks."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     RUNNING_REQUESTS_FIELD_NUMBER: _builtins.int
