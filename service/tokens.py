@@ -91,9 +91,10 @@ def read_tokens(path: Path) -> dict[bytes, Principal]:
         try:
             token, principal = parse_line(line)
         except ValueError as error:
-            raise ConfigurationError(f"{path}:{number}: {error}") from None
+            raise ConfigurationError(f"--auth-tokens {path}:{number}: {error}") from None
         if digest(token) in principals:
-            raise ConfigurationError(f"{path}:{number}: the token of {principal.name!r} stands there twice")
+            problem = f"the token of {principal.name!r} stands there twice"
+            raise ConfigurationError(f"--auth-tokens {path}:{number}: {problem}")
         principals[digest(token)] = principal
     if not principals:
         raise ConfigurationError(f"--auth-tokens {path}: has no token")

@@ -251,7 +251,7 @@ def test_bad_lines_are_named_without_their_token(line: str, problem: str) -> Non
 def test_bad_files_are_a_configuration_error(tmp_path: Path, content: str) -> None:
     path = tmp_path / "tokens"
     path.write_text(content)
-    with pytest.raises(ConfigurationError) as error:
+    with pytest.raises(ConfigurationError, match=f"^--auth-tokens {path}:") as error:
         read_tokens(path)
     assert ALICE not in str(error.value)
     with pytest.raises(ConfigurationError):
