@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import os
+import re
 import sys
 from collections.abc import Awaitable
 from pathlib import Path
@@ -27,6 +28,7 @@ from service.version import version
 ENGINE = EngineConfig()  # the defaults of the flags
 SERVICE = ServiceConfig()
 MOST_TOKENS = 2**31 - 1
+MOST_PORT = 65535
 
 app = typer.Typer(
     rich_markup_mode=None,
@@ -79,8 +81,8 @@ def serve(
         str, flag("--served-model-name", "Name that requests use; default: the model's own.")
     ] = ENGINE.served_model_name,
     host: Annotated[str, flag("--host", "Address to listen on.")] = SERVICE.host,
-    port: Annotated[int, flag("--port", "gRPC port; 0 picks a free one.", min=0, max=65535)] = SERVICE.port,
-    metrics_port: Annotated[int, flag("--metrics-port", "Prometheus port; 0: none.", min=0, max=65535)] = 9464,
+    port: Annotated[int, flag("--port", "gRPC port; 0 picks a free one.", min=0, max=MOST_PORT)] = SERVICE.port,
+    metrics_port: Annotated[int, flag("--metrics-port", "Prometheus port; 0: none.", min=0, max=MOST_PORT)] = 9464,
     device: Annotated[Device, flag("--device", "Where to run.")] = ENGINE.device,
     dtype: Annotated[str, flag("--dtype", "auto, float32, bfloat16 or float16.")] = ENGINE.dtype,
     load_format: Annotated[LoadFormat, flag("--load-format", "How to read the weights.")] = ENGINE.load_format,
@@ -163,7 +165,7 @@ def serve(
         bool, flag("--restart-engine", "Replace an engine that died; without it the service stays NOT_SERVING.")
     ] = SERVICE.restart_engine,
     admin_port: Annotated[
-        int, flag("--admin-port", "Loopback port for drain by RPC and channelz; 0: none.", min=0, max=65535)
+        int, flag("--admin-port", "Loopback port for drain by RPC and channelz; 0: none.", min=0, max=MOST_PORT)
     ] = 0,
     otlp_traces_endpoint: Annotated[
         str | None,
@@ -236,7 +238,15 @@ def serve(
     )
 
 
-Address = Annotated[str, flag("--address", "HOST:PORT of a running service.")]
+def check_address(address: str) -> str:
+    """gRPC itself would take a port modulo 2**16, and anything else for a name to look up."""
+    match = re.fullmatch(r"unix:.+|(?:\[[\da-fA-F:.]+(?:%\w+)?\]|[^\s:/\[\]]+):([0-9]{1,5})", address)
+    if match is None or (match[1] and not 1 <= int(match[1]) <= MOST_PORT):
+        raise typer.BadParameter(f"{address!r} is not HOST:PORT, with a port from 1 to {MOST_PORT}")
+    return address
+
+
+Address = Annotated[str, flag("--address", "HOST:PORT of a running service.", callback=check_address)]
 DEFAULT_ADDRESS = f"{SERVICE.host}:{SERVICE.port}"
 TlsCa = Annotated[
     Path | None,

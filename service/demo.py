@@ -23,7 +23,11 @@ STOP_SECONDS = 30.0
 
 
 class DemoError(Exception):
-    """The demo did not go as it should; the message says where."""
+    """The demo did not go as it should; the message says where. exit_code: for the command."""
+
+    def __init__(self, problem: str, exit_code: int = 1) -> None:
+        super().__init__(problem)
+        self.exit_code = exit_code
 
 
 async def run_demo(model: str, question: str, max_tokens: int, console: Console) -> int:
@@ -52,7 +56,7 @@ async def run_demo(model: str, question: str, max_tokens: int, console: Console)
         step("the service ended with exit code 0")
     except (DemoError, GenerationError, TimeoutError) as error:
         console.print(f"demo failed: {str(error) or 'out of time'}", style="red", markup=False)
-        return 1
+        return error.exit_code if isinstance(error, DemoError) else 1
     finally:
         with contextlib.suppress(ProcessLookupError):
             if process.returncode is None:
@@ -67,7 +71,8 @@ async def _ready_address(process: asyncio.subprocess.Process) -> str:
         while line := (await process.stdout.readline()).decode():
             if match := READY.match(line):
                 return match[1]
-        raise DemoError(f"the service ended with exit code {await process.wait()} before it was ready")
+        code = await process.wait()
+        raise DemoError(f"the service ended with exit code {code} before it was ready", max(code, 1))
 
 
 async def _ask(address: str, question: str, max_tokens: int, console: Console) -> None:

@@ -24,7 +24,7 @@ import service.serve
 from engine import AllocatorKind, Device, EngineConfig, LoadFormat
 from engine.config import PreemptionMode
 from octavo.v1 import generation_pb2
-from service.__main__ import app, main
+from service.__main__ import app, check_address, main
 from service.__main__ import serve as octavo_serve
 from service.client import Client, chat_request, prompt_request
 from service.config import ServiceConfig
@@ -214,6 +214,13 @@ async def test_taken_port_is_one_line_before_anything_is_loaded(
     assert capsys.readouterr() == ("", f"octavo: {problem}\n")
 
 
+async def test_demo_of_a_model_that_cannot_be_served_ends_as_serve_does() -> None:
+    code, _, err = await octavo("demo", "--model", "/nope")
+    assert code == 2
+    (line,) = err.splitlines()
+    assert "/nope" in line
+
+
 async def test_one_port_for_two_things_is_one_line() -> None:
     port = str(free_port())
     code, out, err = await octavo("serve", "--model", "/nowhere/model", "--port", port, "--metrics-port", port)
@@ -376,10 +383,22 @@ async def test_capacity_watch_follows_until_the_server_drains() -> None:
         (("generate", "x", "--two\nlines"), "--two"),
         (("generate", "x", "--temperature", "nan"), "--temperature"),
         (("generate", "\udcff"), "PROMPT is not valid UTF-8"),
+        (("generate", "x", "--address", ""), "--address"),
+        (("generate", "x", "--address", "foo"), "--address"),
+        (("generate", "x", "--address", "http://127.0.0.1:50051"), "--address"),
+        (("capacity", "--address", "127.0.0.1:99999"), "--address"),
+        (("capacity", "--address", "127.0.0.1:0"), "--address"),
+        (("capacity", "--address", "::1:50051"), "--address"),
+        (("capacity", "--address", "unix:"), "--address"),
     ],
 )
 def test_users_mistakes_are_one_line_and_exit_code_2(arguments: tuple[str, ...], named: str, refused: Refused) -> None:
     assert named in refused(*arguments)
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "localhost:65535", "a-b.c_d:50051", "[::1]:50051", "unix:/a b"])
+def test_addresses(address: str) -> None:
+    assert check_address(address) == address
 
 
 @pytest.mark.parametrize("flag", ["--drain-timeout", "--drain-grace", "--heartbeat-timeout", "--hang-timeout"])
