@@ -1,6 +1,7 @@
 """A small typed client: one channel that retries by service config, requests multiplexed over one stream.
 
-A request that comes while an engine starts waits for it: gRPC's own retries are a few, and a start may take minutes.
+UNAVAILABLE of a Generate stream is tried again here: gRPC would send its requests as they were, with limits that have
+run meanwhile, and a few times only, where the start of an engine may take minutes.
 
 It reads and writes the public messages themselves; `prompt_request` and `chat_request` build the usual ones.
 """
@@ -13,7 +14,7 @@ import json
 import math
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing, asynccontextmanager, suppress
 from types import TracebackType
 from typing import Any, Self
 
@@ -30,7 +31,9 @@ MOST_MESSAGE_BYTES = 4 << 20  # what the service takes
 STATUS_SECONDS = 5.0  # a busy machine may take a while to refuse
 # Reasons of refusals that an engine which starts, or is about to be replaced, puts an end to.
 STARTING = frozenset({"ENGINE_STARTING", "ENGINE_STALLED"})
-RETRY_SECONDS = 1.0  # where the server does not say
+LAST_SECONDS = 0.1  # before a request's limit there is one more attempt
+RETRIES = 3  # of other streams that were refused before anything was sent
+BACKOFF_SECONDS = 0.1  # doubled each time; where the server does not say
 
 GenerateCall = aio.StreamStreamCall[generation_pb2.GenerateRequest, generation_pb2.GenerateResponse]
 
@@ -41,7 +44,8 @@ RETRY_POLICY = {
     "backoffMultiplier": 2,
     "retryableStatusCodes": ["UNAVAILABLE", "RESOURCE_EXHAUSTED"],
 }
-# What a client in any language gives its channel. Pushback of the server overrules the backoff.
+# What a client in any language gives its channel, but for Generate if it has no retries of its own. Pushback of the
+# server overrules the backoff.
 SERVICE_CONFIG = json.dumps(
     {
         "methodConfig": [
@@ -52,7 +56,11 @@ SERVICE_CONFIG = json.dumps(
                     {"service": "octavo.v1.CapacityService"},
                 ],
                 "retryPolicy": RETRY_POLICY,
-            }
+            },
+            {
+                "name": [{"service": "octavo.v1.GenerationService", "method": "Generate"}],
+                "retryPolicy": RETRY_POLICY | {"retryableStatusCodes": ["RESOURCE_EXHAUSTED"]},
+            },
         ]
     }
 )
@@ -88,6 +96,14 @@ class GenerationError(Exception):
         if status is None:
             return cls(error.code(), "", error.details() or "")
         return cls.from_status(status)
+
+    @classmethod
+    def closed(cls) -> Self:
+        return cls(grpc.StatusCode.CANCELLED, "", "the stream is closed")
+
+
+class StreamRefusedError(GenerationError):
+    """A stream that was UNAVAILABLE before anything came of it: it can be opened again."""
 
 
 def error_info(status: status_pb2.Status) -> error_details_pb2.ErrorInfo:
@@ -144,6 +160,7 @@ class Client:
         request waits while the service says that its engine starts; the request's own `scheduling.timeout` and
         `queue_timeout`, which run meanwhile, end it, too."""
         self._patience = patience
+        self._closed = False
         self._metadata = () if token is None else (("authorization", f"Bearer {token}"),)
         channel_options = [("grpc.service_config", SERVICE_CONFIG), ("grpc.enable_retries", 1), *options]
         if credentials is None:
@@ -161,9 +178,15 @@ class Client:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        self._closed = True
         await self.channel.close(None)
 
+    def _check_open(self) -> None:
+        if self._closed:
+            raise GenerationError.closed()
+
     def _open(self) -> GenerateCall:
+        self._check_open()
         return self._generation.Generate(metadata=self._metadata)  # type: ignore[call-arg]  # no iterator: written by `write`
 
     @asynccontextmanager
@@ -185,21 +208,24 @@ class Client:
 
     async def cancel(self, *request_ids: str, reason: str = "") -> list[str]:
         """Cancels requests of any stream; those that were live are returned."""
+        self._check_open()
         request = generation_pb2.CancelGenerationsRequest(request_ids=request_ids, reason=reason)
         return list((await self._generation.CancelGenerations(request, metadata=self._metadata)).cancelled_request_ids)
 
     async def capacity(self) -> capacity_pb2.Capacity:
+        self._check_open()
         return (await self._capacity.GetCapacity(capacity_pb2.GetCapacityRequest(), metadata=self._metadata)).capacity
 
     async def watch_capacity(self) -> AsyncIterator[capacity_pb2.Capacity]:
+        self._check_open()
         request = capacity_pb2.WatchCapacityRequest()
         async for response in self._capacity.WatchCapacity(request, metadata=self._metadata):
             yield response.capacity
 
 
 class Session:
-    """A Generate stream. Each request's events come in order to the one who started it. A stream that ended because
-    no engine stood yet, and so without any request, is opened again."""
+    """A Generate stream. Each request's events come in order to the one who started it. A stream that was refused as a
+    whole is opened again."""
 
     def __init__(self, open_call: Callable[[], GenerateCall], patience: float = math.inf) -> None:
         """patience: as Client has it."""
@@ -213,42 +239,52 @@ class Session:
     def _open(self) -> None:
         self._call = self._open_call()
         self._ended: GenerationError | None = None
+        self._begun = False  # a request has been sent
+        self._answered = asyncio.Event()  # or ended
         self._reader = asyncio.create_task(self._read())
 
     async def generate(
         self, start: generation_pb2.StartGeneration
     ) -> AsyncGenerator[generation_pb2.GenerationEvent, None]:
         """Starts a request, as soon as there is an engine, and yields its events up to `finished`. Raises
-        GenerationError for `failed`, for the end of the stream, and for a request of more than MOST_MESSAGE_BYTES,
-        which would be the end of the stream for all others if it was sent. Leaving the iteration cancels the
-        request."""
+        GenerationError for `failed`, for the end of the stream, and for a request of more than MOST_MESSAGE_BYTES or
+        with the id of another one that lives, which would be the end of the stream for all others if it was sent.
+        Leaving the iteration cancels the request."""
         request = generation_pb2.StartGeneration()
         request.CopyFrom(start)
         request.request_id = start.request_id or f"r{next(self._ids)}"
         limits = Limits(request.scheduling, self._patience)
+        retries = 0
         while True:
             begun = False
             try:
-                async with aclosing(self._attempt(request)) as events:
+                async with aclosing(self._attempt(request, limits)) as events:
                     async for event in events:
                         begun = True
                         yield event
                 return
             except GenerationError as error:
-                wait = RETRY_SECONDS if error.retry_after is None else error.retry_after
-                if begun or error.reason not in STARTING or limits.seconds_left <= wait:
+                wait = BACKOFF_SECONDS * 2**retries if error.retry_after is None else error.retry_after
+                if not begun and error.reason in STARTING and limits.seconds_left > LAST_SECONDS:
+                    wait = min(wait, limits.seconds_left - LAST_SECONDS)
+                elif isinstance(error, StreamRefusedError) and error.reason not in STARTING and retries < RETRIES:
+                    retries += 1
+                else:
                     raise
             await asyncio.sleep(wait)
             limits.apply(request.scheduling)
 
     async def _attempt(
-        self, request: generation_pb2.StartGeneration
+        self, request: generation_pb2.StartGeneration, limits: Limits
     ) -> AsyncGenerator[generation_pb2.GenerationEvent, None]:
-        if self._ended is not None and self._ended.reason in STARTING:
-            self._open()
+        await self._stream_taken(request.scheduling, limits)
         message = generation_pb2.GenerateRequest(start=request)
         check_size(message)
+        if request.request_id in self._queues:
+            problem = f"a request with the id {request.request_id!r} is live on this stream"
+            raise GenerationError(grpc.StatusCode.ALREADY_EXISTS, "DUPLICATE_REQUEST_ID", problem)
         queue = self._queues[request.request_id] = asyncio.Queue()
+        self._begun = True
         try:
             await self._write(message)
             while True:
@@ -261,7 +297,21 @@ class Session:
                 if event.HasField("finished"):
                     return
         finally:
-            await self._forget(request.request_id)
+            if self._queues.get(request.request_id) is queue:  # and not of a later one with its id
+                await self._forget(request.request_id)
+
+    async def _stream_taken(self, scheduling: generation_pb2.Scheduling, limits: Limits) -> None:
+        """Until the server has answered the first request of this stream, or of the next one where that was refused as
+        a whole: a second write that meets the refusal would hide it (`refusal_behind`)."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(min(STATUS_SECONDS, limits.own_seconds_left)):
+                while True:
+                    if isinstance(self._ended, StreamRefusedError):
+                        self._open()
+                    if not self._begun or self._answered.is_set():
+                        return
+                    await self._answered.wait()
+                    limits.apply(scheduling)
 
     async def cancel(self, request_id: str) -> None:
         """Its events go on to a `finished` with what was used."""
@@ -279,10 +329,11 @@ class Session:
         self._call.cancel()
         self._reader.cancel()
         await asyncio.gather(self._reader, return_exceptions=True)
+        self._end(GenerationError.closed())  # also where the reader was never begun, or had met a refusal
 
     async def _forget(self, request_id: str) -> None:
-        queue = self._queues.pop(request_id, None)
-        if queue is not None and self._ended is None and not self._reader.done():
+        del self._queues[request_id]
+        if self._ended is None and not self._reader.done():
             await self._write(
                 generation_pb2.GenerateRequest(cancel=generation_pb2.CancelGeneration(request_id=request_id))
             )
@@ -295,16 +346,19 @@ class Session:
                     return
                 except (aio.AioRpcError, asyncio.InvalidStateError):
                     await self._reader  # which learns why the stream ended
-        raise self._ended or GenerationError(grpc.StatusCode.CANCELLED, "", "the stream is closed")
+        raise self._ended or GenerationError.closed()
 
     async def _read(self) -> None:
-        error = GenerationError(grpc.StatusCode.CANCELLED, "", "the stream is closed")
+        error = GenerationError.closed()
         try:
             async for response in self._call:
+                self._answered.set()
                 for event in response.events:
                     self._deliver(event)
         except aio.AioRpcError as rpc_error:
-            error = GenerationError.from_rpc(await refusal_behind(rpc_error, self._open_call))
+            rpc_error = await refusal_behind(rpc_error, self._open_call)
+            refused = rpc_error.code() is grpc.StatusCode.UNAVAILABLE and not self._answered.is_set()
+            error = (StreamRefusedError if refused else GenerationError).from_rpc(rpc_error)
         finally:
             self._end(error)
 
@@ -317,6 +371,7 @@ class Session:
 
     def _end(self, error: GenerationError) -> None:
         self._ended = error
+        self._answered.set()
         for queue in self._queues.values():
             queue.put_nowait(error)
 
@@ -337,6 +392,11 @@ class Limits:
     @property
     def seconds_left(self) -> float:
         return self._last - time.monotonic()
+
+    @property
+    def own_seconds_left(self) -> float:
+        """By the request's own limits alone."""
+        return min(self._ends.values(), default=math.inf) - time.monotonic()
 
     def apply(self, scheduling: generation_pb2.Scheduling) -> None:
         """Gives the next attempt what is left."""

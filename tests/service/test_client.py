@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import time
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from dataclasses import replace
@@ -110,7 +111,7 @@ def quick_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("quick_refusals")
 @pytest.mark.parametrize("first", [True, False])
 async def test_a_session_waits_for_an_engine_as_long_as_that_starts(served: Running, first: bool) -> None:
-    """The first request's refusal ends the stream, after four attempts of gRPC's own; a later one's is an event."""
+    """The first request's refusal ends the stream, a later one's is an event."""
     refused, engine = served.server.replica.metrics, served.engine
     async with Client(served.server.address) as client, client.session() as session:
 
@@ -121,10 +122,11 @@ async def test_a_session_waits_for_an_engine_as_long_as_that_starts(served: Runn
         if not first:
             assert await one(1) == "a"
         engine.set_state(EngineState.STARTING)
-        asking = [asyncio.create_task(one(tokens)) for tokens in (2, 3)]
-        await until(lambda: refused.outcomes("ENGINE_STARTING") >= 12)
+        asking = [asyncio.create_task(one(tokens)) for tokens in range(2, 12)]
+        await until(lambda: refused.outcomes("ENGINE_STARTING") >= 60)
         engine.set_state(EngineState.READY)
-        assert await asyncio.wait_for(asyncio.gather(*asking), 10) == ["ab", "abc"]
+        texts = await asyncio.wait_for(asyncio.gather(*asking), 10)
+        assert texts == ["abcdefghijk"[:tokens] for tokens in range(2, 12)]
         assert await one(4) == "abcd"
 
 
@@ -142,20 +144,103 @@ async def test_a_request_waits_no_longer_for_an_engine_than_it_may(served: Runni
     assert served.engine.submitted == []
 
 
-@pytest.mark.usefixtures("quick_refusals")
-async def test_without_patience_there_are_grpcs_own_retries(served: Running) -> None:
+@pytest.mark.parametrize(("limit", "attempts"), [("patience", 1), ("timeout", 2), ("queue_timeout", 2)])
+async def test_a_limit_below_the_servers_pushback_leaves_one_more_attempt(
+    served: Running, limit: str, attempts: int
+) -> None:
+    """Before it ends; gRPC's own retries would come after it."""
     served.engine.set_state(EngineState.STARTING)
+    start = prompt_request("x")
+    if limit != "patience":
+        getattr(start.scheduling, limit).FromMilliseconds(500)
+    async with Client(served.server.address, patience=0.0 if limit == "patience" else math.inf) as client:
+        with pytest.raises(GenerationError, match="ENGINE_STARTING"):
+            await text(client, start)
+    assert 1 <= served.server.replica.metrics.outcomes("ENGINE_STARTING") <= attempts
+
+
+@pytest.mark.usefixtures("quick_refusals")
+async def test_an_attempt_has_what_is_left_of_the_limits(served: Running) -> None:
+    served.engine.set_state(EngineState.STARTING)
+    start = prompt_request("x", max_tokens=1)
+    start.scheduling.timeout.FromSeconds(3600)
+    sent = time.monotonic()
+    async with Client(served.server.address) as client:
+        asking = asyncio.create_task(text(client, start))
+        await until(lambda: served.server.replica.metrics.outcomes("ENGINE_STARTING") >= 3)
+        served.engine.set_state(EngineState.READY)
+        assert await asyncio.wait_for(asking, 10) == "a"
+    deadline = served.engine.submitted[-1].deadline
+    assert deadline is not None
+    assert deadline <= sent + 3600.03, "two waits of 20 ms were not given again"
+
+
+@pytest.mark.parametrize("reason", ["DRAINING", "ENGINE_DIED"])
+async def test_a_refusal_that_sends_elsewhere_is_tried_a_few_times(served: Running, reason: str) -> None:
+    if reason == "DRAINING":
+        served.server.replica.draining = True
+    else:
+        served.engine.die()
     async with Client(served.server.address, patience=0.0) as client:
-        with pytest.raises(GenerationError):
-            await text(client, prompt_request("x"))
-    assert served.server.replica.metrics.outcomes("ENGINE_STARTING") == 4
+        with pytest.raises(GenerationError, match=reason):
+            await asyncio.wait_for(text(client, prompt_request("x")), 10)
+    assert served.server.replica.metrics.outcomes(reason) == 4
+
+
+async def test_a_session_closed_while_a_request_waits_stays_closed(served: Running) -> None:
+    served.engine.set_state(EngineState.STARTING)
+    async with Client(served.server.address) as client:
+        async with client.session() as session:
+            asking = asyncio.create_task(anext(session.generate(prompt_request("x"))))
+            await until(lambda: served.server.replica.metrics.outcomes("ENGINE_STARTING") == 1)
+        with pytest.raises(GenerationError, match="closed"):
+            await asyncio.wait_for(asking, 10)
+
+
+async def test_a_closed_client_refuses(served: Running) -> None:
+    async with Client(served.server.address) as client:
+        pass
+    uses = [text(client, prompt_request("x")), client.cancel("x"), client.capacity(), anext(client.watch_capacity())]
+    for use in uses:
+        with pytest.raises(GenerationError, match="closed"):
+            await use
+
+
+async def test_the_id_of_a_live_request_is_refused_alone(served: Running) -> None:
+    served.engine.plan = lambda _: Script(steps_before_first=20)
+    start = prompt_request("x", max_tokens=3)
+    start.request_id = "same"
+    async with Client(served.server.address) as client, client.session() as session:
+
+        async def one(request: pb.StartGeneration) -> str:
+            return "".join([event.delta.text async for event in session.generate(request)])
+
+        others = [asyncio.create_task(one(request)) for request in (start, prompt_request("x", max_tokens=2))]
+        await until(lambda: served.engine.live_requests == 2)
+        with pytest.raises(GenerationError) as error:
+            await one(start)
+        assert (error.value.code, error.value.reason) == (grpc.StatusCode.ALREADY_EXISTS, "DUPLICATE_REQUEST_ID")
+        assert await asyncio.wait_for(asyncio.gather(*others), 10) == ["abc", "ab"]
+        assert await asyncio.wait_for(one(start), 10) == "abc"
+
+
+async def test_an_id_is_free_again_with_the_last_event(served: Running) -> None:
+    """Also before its iteration was left."""
+    start = prompt_request("x", max_tokens=3)
+    start.request_id = "same"
+    async with Client(served.server.address) as client, client.session() as session:
+        async for event in session.generate(start):
+            if event.HasField("finished"):
+                again = session.generate(start)
+                assert (await anext(again)).HasField("admitted")
+        assert "".join([event.delta.text async for event in again]) == "abc"
 
 
 async def test_a_requests_limits_run_while_it_waits(served: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[list[int]] = []
     starting = GenerationError(grpc.StatusCode.UNAVAILABLE, "ENGINE_STARTING", "", retry_after=0.05)
 
-    async def refused(request: pb.StartGeneration) -> AsyncIterator[pb.GenerationEvent]:
+    async def refused(request: pb.StartGeneration, _: object) -> AsyncIterator[pb.GenerationEvent]:
         limits = request.scheduling.timeout, request.scheduling.queue_timeout
         seen.append([limit.ToMilliseconds() for limit in limits])
         if len(seen) < 3:
