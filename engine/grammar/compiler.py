@@ -176,11 +176,13 @@ class Trial:
     def run(self, kind: str, text: str) -> str:
         """What llguidance takes for the grammar. Raises GrammarError."""
         question = json.dumps([kind, text]).encode() + b"\n"
-        try:
-            line = self._ask(question)
-        except BrokenPipeError:  # the process ended while it was idle: no fault of this grammar
-            self.close()
-            line = self._ask(question)
+        line = None
+        for _ in range(2):  # a process that ended while it was idle is no fault of this grammar
+            try:
+                line = self._ask(question)
+                break
+            except BrokenPipeError:
+                self.close()
         if line is None:
             self.close()
             raise GrammarLimitError(

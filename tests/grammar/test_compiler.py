@@ -13,7 +13,14 @@ import numpy as np
 import pytest
 from llguidance import LLParserLimits
 
-from engine.grammar.compiler import MAX_TEXT_BYTES, TRIAL_SECONDS, GrammarCompiler, GrammarError, GrammarLimitError
+from engine.grammar.compiler import (
+    MAX_TEXT_BYTES,
+    TRIAL_SECONDS,
+    GrammarCompiler,
+    GrammarError,
+    GrammarLimitError,
+    Trial,
+)
 from engine.grammar.constraint import GrammarConstraint
 from engine.grammar.problem import problem
 from engine.text.tokenizer import Tokenizer
@@ -419,6 +426,20 @@ def test_a_process_that_died_while_it_was_idle_is_replaced(compiler: GrammarComp
     process.kill()
     process.wait()
     assert accepts(compiled(compiler, GrammarKind.REGEX, "(after|a|death)*"), "death")
+
+
+def test_processes_that_die_before_they_read_are_a_limit_and_not_tried_for_ever(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def broken(trial: Trial, question: bytes) -> bytes | None:
+        asked.append(question)
+        raise BrokenPipeError
+
+    asked: list[bytes] = []
+    monkeypatch.setattr(Trial, "_ask", broken)
+    with pytest.raises(GrammarLimitError):
+        Trial().run("regex", "a")
+    assert len(asked) == 2
 
 
 @pytest.mark.parametrize(

@@ -17,9 +17,10 @@ from pathlib import Path
 
 from rich.console import Console
 
+from loadtest.__main__ import serve_arguments
 from loadtest.drive import ServiceDriver
 from loadtest.judge import served_goodput
-from loadtest.measure import measure
+from loadtest.measure import STUDENT, measure
 from loadtest.mix import mix_of
 from loadtest.orders import Transport
 from loadtest.plan import LevelPlan
@@ -27,23 +28,12 @@ from loadtest.progress import RunProgress
 from loadtest.records import Limits, Phase, RunKind
 from loadtest.session import Record, SessionOptions, machine_of, session
 
-SERVE = (
-    "--model",
-    "demo",
-    "--log-level",
-    "warning",
-    "--max-num-seqs",
-    "4",
-    "--max-queued-requests",
-    "24",
-)  # as the Makefile has it
+SERVE = serve_arguments("demo", "--max-num-seqs 4 --max-queued-requests 24")  # as the Makefile has it
 LIMITS = Limits(ttft=2.0, tpot=0.1)
-# Of Student's distribution, by degrees of freedom: both ends of 95 %.
-T = (math.nan, 12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20)
 
 
 async def main(low: float, high: float, pairs: int = 8) -> None:
-    """low, high: requests/s. pairs: 2 to 12, half a minute each rate."""
+    """low, high: requests/s. pairs: 2 to 11, half a minute each rate."""
     options = SessionOptions(
         out=Path(tempfile.mkdtemp()) / "overload",
         limits=LIMITS,
@@ -65,7 +55,7 @@ async def main(low: float, high: float, pairs: int = 8) -> None:
                 raise SystemExit(f"at {low:g} requests/s none kept its limits")
             ratios.append(found[high] / found[low])
             print(json.dumps({str(rate): round(value, 2) for rate, value in found.items()}), flush=True)
-    error = T[pairs - 1] * statistics.stdev(ratios) / math.sqrt(pairs)
+    error = STUDENT[pairs - 2] * statistics.stdev(ratios) / math.sqrt(pairs)
     print(json.dumps({"ratio": round(statistics.fmean(ratios), 4), "interval": round(error, 4)}))
 
 
