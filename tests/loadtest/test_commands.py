@@ -60,6 +60,18 @@ def test_without_a_command_it_tells_what_there_are() -> None:
 WEEK, SEED = "604800", str(2**32 - 1)
 
 
+def error_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """All that a wrong command line says."""
+    monkeypatch.setattr(sys, "argv", ["loadtest", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    out, err = capsys.readouterr()
+    assert (ended.value.code, out) == (2, "")
+    (line,) = err.splitlines()
+    assert line.startswith("loadtest: ")
+    return str(line)
+
+
 @pytest.mark.parametrize(
     ("command", "flag", "most"),
     [
@@ -80,13 +92,7 @@ def test_a_flag_beyond_its_bound_is_one_line(
     command: str, flag: str, most: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for value in [str(2**64)] if flag == "--seed" else ["1e300", "inf", "nan"]:
-        monkeypatch.setattr(sys, "argv", ["loadtest", command, flag, value])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        out, err = capsys.readouterr()
-        assert (ended.value.code, out) == (2, "")
-        (line,) = err.splitlines()
-        assert line.startswith("loadtest: ")
+        line = error_line(monkeypatch, capsys, command, flag, value)
         assert flag in line
         assert most in line
 
@@ -127,14 +133,7 @@ def test_a_flag_that_cannot_be_is_one_line(
 ) -> None:
     """Before anything starts."""
     monkeypatch.setattr(asyncio, "run", lambda work: pytest.fail("something started"))
-    monkeypatch.setattr(sys, "argv", ["loadtest", *arguments])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    out, err = capsys.readouterr()
-    assert (ended.value.code, out) == (2, "")
-    (line,) = err.splitlines()
-    assert line.startswith("loadtest: ")
-    assert flag in line
+    assert flag in error_line(monkeypatch, capsys, *arguments)
 
 
 @pytest.mark.parametrize("arguments", [["--process", "replay"], ["--trace", "trace.jsonl"]])

@@ -58,12 +58,18 @@ async def test_queue_full_unary() -> None:
         stream.call.cancel()
 
 
+async def held(served: Running) -> Stream:
+    """A stream whose request the engine keeps as it is."""
+    served.engine.hold = True
+    stream = Stream(served)
+    await stream.send(start_message(request_id="hold"))
+    await until(lambda: served.engine.live_requests == 1)
+    return stream
+
+
 async def test_queue_full_of_the_engine_has_its_own_retry_time() -> None:
     async with running(FakeEngineClient(max_num_seqs=8, max_queued_requests=1)) as served:
-        served.engine.hold = True
-        stream = Stream(served)
-        await stream.send(start_message(request_id="hold"))
-        await until(lambda: served.engine.live_requests == 1)
+        stream = await held(served)
         served.engine.stats_overrides = {"queued_requests": 0}  # as its last frame had it
         status = await refusal(served, start())
         assert (status.reason, status.retry_seconds, status.pushback_ms) == ("QUEUE_FULL", 0.25, 250)
@@ -74,10 +80,7 @@ async def test_queue_full_of_the_engine_has_its_own_retry_time() -> None:
 async def test_full_queue_of_the_engine_refuses_without_asking_it() -> None:
     """Also while few run, as where the KV pool is what is full."""
     async with running(FakeEngineClient(max_num_seqs=8, max_queued_requests=1)) as served:
-        served.engine.hold = True
-        stream = Stream(served)
-        await stream.send(start_message(request_id="hold"))
-        await until(lambda: served.engine.live_requests == 1)
+        stream = await held(served)
         status = await refusal(served, start())
         assert status.reason == "QUEUE_FULL"
         assert status.metadata == {
