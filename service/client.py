@@ -1,6 +1,6 @@
 """A small typed client: one channel that retries by service config, requests multiplexed over one stream.
 
-UNAVAILABLE of a Generate stream is tried again here: gRPC would send its requests as they were, with limits that have
+A Generate stream that was refused is tried again here: gRPC would send its requests as they were, with limits that have
 run meanwhile, and a few times only, where the start of an engine may take minutes.
 
 It reads and writes the public messages themselves; `prompt_request` and `chat_request` build the usual ones.
@@ -31,8 +31,10 @@ MOST_MESSAGE_BYTES = 4 << 20  # what the service takes
 STATUS_SECONDS = 5.0  # a busy machine may take a while to refuse
 # Reasons of refusals that an engine which starts, or is about to be replaced, puts an end to.
 STARTING = frozenset({"ENGINE_STARTING", "ENGINE_STALLED"})
+# Of calls that nothing came of: a server that stops cancels those which it has not looked at.
+UNSERVED = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED})
 LAST_SECONDS = 0.1  # before a request's limit there is one more attempt
-RETRIES = 3  # of other streams that were refused before anything was sent
+RETRIES = 3  # of other streams that were refused before anything came of them
 BACKOFF_SECONDS = 0.1  # doubled each time; where the server does not say
 
 GenerateCall = aio.StreamStreamCall[generation_pb2.GenerateRequest, generation_pb2.GenerateResponse]
@@ -44,8 +46,8 @@ RETRY_POLICY = {
     "backoffMultiplier": 2,
     "retryableStatusCodes": ["UNAVAILABLE", "RESOURCE_EXHAUSTED"],
 }
-# What a client in any language gives its channel, but for Generate if it has no retries of its own. Pushback of the
-# server overrules the backoff.
+# What a client in any language gives its channel, but without the exception of Generate unless it has retries of its
+# own. Pushback of the server overrules the backoff.
 SERVICE_CONFIG = json.dumps(
     {
         "methodConfig": [
@@ -57,10 +59,7 @@ SERVICE_CONFIG = json.dumps(
                 ],
                 "retryPolicy": RETRY_POLICY,
             },
-            {
-                "name": [{"service": "octavo.v1.GenerationService", "method": "Generate"}],
-                "retryPolicy": RETRY_POLICY | {"retryableStatusCodes": ["RESOURCE_EXHAUSTED"]},
-            },
+            {"name": [{"service": "octavo.v1.GenerationService", "method": "Generate"}]},
         ]
     }
 )
@@ -103,7 +102,7 @@ class GenerationError(Exception):
 
 
 class StreamRefusedError(GenerationError):
-    """A stream that was UNAVAILABLE before anything came of it: it can be opened again."""
+    """A stream that was refused before anything came of it: it can be opened again."""
 
 
 def error_info(status: status_pb2.Status) -> error_details_pb2.ErrorInfo:
@@ -224,8 +223,11 @@ class Client:
 
 
 class Session:
-    """A Generate stream. Each request's events come in order to the one who started it. A stream that was refused as a
-    whole is opened again."""
+    """A Generate stream. Each request's events come in order to the one who started it.
+
+    A stream that was refused as a whole is opened again. On the first one requests are sent as they come. If one is
+    written as the refusal of another arrives, gRPC hides that (`refusal_behind`); so on those opened again the first
+    request is sent alone, and the others follow its answer."""
 
     def __init__(self, open_call: Callable[[], GenerateCall], patience: float = math.inf) -> None:
         """patience: as Client has it."""
@@ -234,10 +236,11 @@ class Session:
         self._ids = itertools.count(1)
         self._queues: dict[str, asyncio.Queue[generation_pb2.GenerationEvent | GenerationError]] = {}
         self._writing = asyncio.Lock()  # gRPC takes one write at a time
-        self._open()
+        self._open(first_alone=False)
 
-    def _open(self) -> None:
+    def _open(self, *, first_alone: bool) -> None:
         self._call = self._open_call()
+        self._first_alone = first_alone
         self._ended: GenerationError | None = None
         self._begun = False  # a request has been sent
         self._answered = asyncio.Event()  # or ended
@@ -267,7 +270,12 @@ class Session:
                 wait = BACKOFF_SECONDS * 2**retries if error.retry_after is None else error.retry_after
                 if not begun and error.reason in STARTING and limits.seconds_left > LAST_SECONDS:
                     wait = min(wait, limits.seconds_left - LAST_SECONDS)
-                elif isinstance(error, StreamRefusedError) and error.reason not in STARTING and retries < RETRIES:
+                elif (
+                    isinstance(error, StreamRefusedError)
+                    and error.reason not in STARTING
+                    and retries < RETRIES
+                    and wait < limits.own_seconds_left
+                ):
                     retries += 1
                 else:
                     raise
@@ -301,14 +309,13 @@ class Session:
                 await self._forget(request.request_id)
 
     async def _stream_taken(self, scheduling: generation_pb2.Scheduling, limits: Limits) -> None:
-        """Until the server has answered the first request of this stream, or of the next one where that was refused as
-        a whole: a second write that meets the refusal would hide it (`refusal_behind`)."""
+        """Opens a stream that was refused again, and waits until it is this request's turn to be sent."""
         with suppress(TimeoutError):
             async with asyncio.timeout(min(STATUS_SECONDS, limits.own_seconds_left)):
                 while True:
                     if isinstance(self._ended, StreamRefusedError):
-                        self._open()
-                    if not self._begun or self._answered.is_set():
+                        self._open(first_alone=True)
+                    if not (self._first_alone and self._begun) or self._answered.is_set():
                         return
                     await self._answered.wait()
                     limits.apply(scheduling)
@@ -339,10 +346,13 @@ class Session:
             )
 
     async def _write(self, message: generation_pb2.GenerateRequest) -> None:
+        call = self._call
         async with self._writing:
+            if self._call is not call:
+                return  # it was refused, which its requests have been told
             if self._ended is None:
                 try:
-                    await self._call.write(message)
+                    await call.write(message)
                     return
                 except (aio.AioRpcError, asyncio.InvalidStateError):
                     await self._reader  # which learns why the stream ended
@@ -356,11 +366,20 @@ class Session:
                 for event in response.events:
                     self._deliver(event)
         except aio.AioRpcError as rpc_error:
-            rpc_error = await refusal_behind(rpc_error, self._open_call)
-            refused = rpc_error.code() is grpc.StatusCode.UNAVAILABLE and not self._answered.is_set()
-            error = (StreamRefusedError if refused else GenerationError).from_rpc(rpc_error)
+            error = await self._end_of(rpc_error)
         finally:
             self._end(error)
+
+    async def _end_of(self, rpc_error: aio.AioRpcError) -> GenerationError:
+        """What the requests of a stream that ended like this are told."""
+        answered = self._answered.is_set()
+        if hides_refusal(rpc_error) and not (answered or self._first_alone):
+            return StreamRefusedError(rpc_error.code(), "", rpc_error.details() or "", retry_after=0.0)
+        rpc_error = await refusal_behind(rpc_error, self._open_call)
+        error = GenerationError.from_rpc(rpc_error)
+        told = error.code is grpc.StatusCode.RESOURCE_EXHAUSTED and error.retry_after is not None
+        refused = not answered and (told or error.code in UNSERVED)
+        return StreamRefusedError.from_rpc(rpc_error) if refused else error
 
     def _deliver(self, event: generation_pb2.GenerationEvent) -> None:
         queue = self._queues.get(event.request_id)
@@ -374,6 +393,7 @@ class Session:
         self._answered.set()
         for queue in self._queues.values():
             queue.put_nowait(error)
+        self._queues.clear()
 
 
 class Limits:
@@ -412,10 +432,14 @@ def check_size(message: generation_pb2.GenerateRequest) -> None:
         raise GenerationError(grpc.StatusCode.RESOURCE_EXHAUSTED, "MESSAGE_TOO_LARGE", problem)
 
 
+def hides_refusal(error: aio.AioRpcError) -> bool:
+    return error.code() is grpc.StatusCode.INTERNAL and (error.details() or "").startswith(WRITE_FAULT)
+
+
 async def refusal_behind(error: aio.AioRpcError, reopen: Callable[[], GenerateCall]) -> aio.AioRpcError:
     """What the server said where gRPC (1.84) hides it: a write that meets the end of its call, as where a token is
     refused at once, becomes a fault of gRPC's own. The same call without a write tells."""
-    if error.code() is not grpc.StatusCode.INTERNAL or not (error.details() or "").startswith(WRITE_FAULT):
+    if not hides_refusal(error):
         return error
     call = reopen()
     try:

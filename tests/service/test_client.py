@@ -19,8 +19,10 @@ from engine import EngineState
 from octavo.v1 import generation_pb2 as pb
 from service.client import (
     MOST_MESSAGE_BYTES,
+    STATUS_SECONDS,
     Client,
     GenerationError,
+    Session,
     chat_request,
     prompt_request,
     refusal_behind,
@@ -54,6 +56,29 @@ async def test_session_multiplexes(served: Running) -> None:
 
         texts = await asyncio.wait_for(asyncio.gather(*map(one, range(1, 9))), 10)
         assert texts == ["abcdefgh"[:tokens] for tokens in range(1, 9)]
+
+
+async def test_a_burst_that_begins_a_session_waits_for_no_answer(served: Running) -> None:
+    served.engine.hang()  # takes requests in, and answers none
+    async with Client(served.server.address) as client, client.session() as session:
+        burst = [session.generate(prompt_request("x", max_tokens=1)) for _ in range(8)]
+        firsts = [asyncio.create_task(anext(events)) for events in burst]
+        await until(lambda: len(served.engine.submitted) == 8, seconds=STATUS_SECONDS / 2)
+        served.engine.recover()
+        assert all(event.HasField("admitted") for event in await asyncio.wait_for(asyncio.gather(*firsts), 10))
+        for events in burst:
+            assert [event async for event in events]
+
+
+async def test_each_request_of_a_refused_burst_is_told_why(served: Running) -> None:
+    """Also those that were written just as the refusal of the first arrived."""
+    served.engine.set_state(EngineState.STARTING)
+    async with Client(served.server.address, patience=0.0) as client:
+        for _ in range(20):
+            async with client.session() as session:
+                burst = [anext(session.generate(prompt_request("x"))) for _ in range(8)]
+                ends = await asyncio.wait_for(asyncio.gather(*burst, return_exceptions=True), 30)
+            assert {getattr(end, "reason", end) for end in ends} == {"ENGINE_STARTING"}
 
 
 async def test_failure_of_a_request_is_raised_with_its_usage(served: Running) -> None:
@@ -185,6 +210,25 @@ async def test_a_refusal_that_sends_elsewhere_is_tried_a_few_times(served: Runni
         with pytest.raises(GenerationError, match=reason):
             await asyncio.wait_for(text(client, prompt_request("x")), 10)
     assert served.server.replica.metrics.outcomes(reason) == 4
+
+
+class CancelledCall(AsyncIterator[pb.GenerateResponse]):
+    """A call that a server which stops never looked at."""
+
+    async def write(self, _: pb.GenerateRequest) -> None:
+        pass
+
+    async def __anext__(self) -> pb.GenerateResponse:
+        raise rpc_error(grpc.StatusCode.CANCELLED, "CANCELLED")
+
+
+async def test_a_call_that_a_stopping_server_cancelled_is_tried_again(served: Running) -> None:
+    async with Client(served.server.address) as client:
+        calls: list[Any] = [CancelledCall(), client._open()]
+        session = Session(lambda: calls.pop(0))
+        events = session.generate(prompt_request("x", max_tokens=2))
+        assert "".join([event.delta.text async for event in events]) == "ab"
+        await session.close()
 
 
 async def test_a_session_closed_while_a_request_waits_stays_closed(served: Running) -> None:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import sys
 import threading
+import time
 from collections import Counter
 
 import grpc
 import pytest
 
 from octavo.v1 import generation_pb2 as pb
-from service.client import Client, prompt_request
+from octavo.v1 import generation_pb2_grpc
+from service.client import Client, GenerationError, prompt_request
 from service.config import ServiceConfig
 from service.intake import Intake
 from service.request import Generation
@@ -253,17 +255,74 @@ async def test_first_start_refused_for_its_own_fault_is_an_event(served: Running
     assert rich_status(logs["a"].failed.status).reason == "PROMPT_TOO_LONG"
 
 
-async def test_grpc_retries_by_itself_until_there_is_room() -> None:
-    """With a retry policy in its channel a client never sees the refusal of a full queue."""
+@pytest.mark.parametrize("session", [True, False])
+async def test_clients_retry_by_themselves_until_there_is_room(session: bool) -> None:
+    """A session of the Python client, and gRPC with the retry policy of its channel: neither shows the refusal."""
+    request = prompt_request("x", max_tokens=3)
     async with running(tight_engine()) as served:
         holding = await fill(served)
         async with Client(served.server.address) as client:
 
             async def ask() -> str:
-                texts = [event.delta.text async for event in client.generate(prompt_request("x", max_tokens=3))]
-                return "".join(texts)
+                if session:
+                    return "".join([event.delta.text async for event in client.generate(request)])
+                stub: generation_pb2_grpc.GenerationServiceAsyncStub
+                stub = generation_pb2_grpc.GenerationServiceStub(client.channel)
+                stream = stub.GenerateStream(pb.GenerateStreamRequest(start=request))
+                return "".join([event.delta.text async for batch in stream for event in batch.events])
 
             asking = asyncio.create_task(ask())
             await until(lambda: served.server.replica.metrics.outcomes("QUEUE_FULL") >= 1)
             holding.call.cancel()
             assert await asyncio.wait_for(asking, 10) == "abc"
+
+
+@pytest.fixture
+def refusals_of_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A full queue says: try again in a second."""
+    monkeypatch.setattr("service.admission.Admission.retry_after", lambda _: 1.0)
+
+
+@pytest.mark.usefixtures("refusals_of_a_second")
+async def test_a_retry_has_what_is_left_of_the_timeout() -> None:
+    request = prompt_request("x", max_tokens=1)
+    request.scheduling.timeout.FromSeconds(3600)
+    async with running(tight_engine()) as served:
+        holding = await fill(served)
+        async with Client(served.server.address) as client:
+            sent = time.monotonic()
+            asking = asyncio.create_task(anext(client.generate(request)))
+            await until(lambda: served.server.replica.metrics.outcomes("QUEUE_FULL") == 1)
+            holding.call.cancel()
+            await asyncio.wait_for(asking, 10)
+        deadline = served.engine.submitted[-1].deadline
+        assert deadline is not None
+        assert deadline < sent + 3600.9
+
+
+@pytest.mark.usefixtures("refusals_of_a_second")
+@pytest.mark.parametrize("limit", ["timeout", "queue_timeout"])
+async def test_nobody_is_told_to_retry_after_its_own_limit(limit: str) -> None:
+    request = prompt_request("x", max_tokens=1)
+    getattr(request.scheduling, limit).FromMilliseconds(900)
+    async with running(tight_engine()) as served:
+        holding = await fill(served)
+        async with Client(served.server.address) as client:
+            with pytest.raises(GenerationError, match="QUEUE_FULL") as error:
+                await anext(client.generate(request))
+        assert error.value.retry_after == 1.0
+        assert served.server.replica.metrics.outcomes("QUEUE_FULL") == 1
+        holding.call.cancel()
+
+
+async def test_a_session_whose_first_request_was_refused_takes_others() -> None:
+    async with running(tight_engine()) as served:
+        holding = await fill(served)
+        async with Client(served.server.address) as client, client.session() as session:
+            hurried = prompt_request("x")
+            hurried.scheduling.queue_timeout.FromMilliseconds(1)
+            with pytest.raises(GenerationError, match="QUEUE_FULL"):
+                await anext(session.generate(hurried))
+            holding.call.cancel()
+            await until(lambda: served.engine.live_requests == 0)
+            assert [event async for event in session.generate(prompt_request("x", max_tokens=1))]
