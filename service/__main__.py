@@ -6,6 +6,7 @@ import asyncio
 import math
 import os
 import re
+import ssl
 import sys
 from collections.abc import Awaitable
 from pathlib import Path
@@ -29,6 +30,7 @@ ENGINE = EngineConfig()  # the defaults of the flags
 SERVICE = ServiceConfig()
 MOST_TOKENS = 2**31 - 1
 MOST_PORT = 65535
+MOST_FLOAT = (2 - 2**-23) * 2.0**127  # what a message's field holds
 
 app = typer.Typer(
     rich_markup_mode=None,
@@ -248,9 +250,26 @@ def check_address(address: str) -> str:
 
 Address = Annotated[str, flag("--address", "HOST:PORT of a running service.", callback=check_address)]
 DEFAULT_ADDRESS = f"{SERVICE.host}:{SERVICE.port}"
+
+
+def check_certificate(path: Path | None) -> Path | None:
+    """gRPC itself would only say, as it connects, that it cannot."""
+    try:
+        ssl.create_default_context(cafile=path)
+    except ssl.SSLError:
+        raise typer.BadParameter(f"{path} holds no certificate in PEM") from None
+    return path
+
+
 TlsCa = Annotated[
     Path | None,
-    flag("--tls-ca", "Certificate that signed the server's, PEM: connects with TLS.", exists=True, dir_okay=False),
+    flag(
+        "--tls-ca",
+        "Certificate that signed the server's, PEM: connects with TLS.",
+        exists=True,
+        dir_okay=False,
+        callback=check_certificate,
+    ),
 ]
 
 
@@ -263,9 +282,9 @@ def check_token(token: str | None) -> str | None:
 Token = Annotated[str | None, flag("--token", "Bearer token.", callback=check_token)]
 
 
-def _client(address: str, tls_ca: Path | None, token: str | None) -> Client:
+def _client(address: str, tls_ca: Path | None, token: str | None, **options: Any) -> Client:
     credentials = None if tls_ca is None else grpc.ssl_channel_credentials(tls_ca.read_bytes())
-    return Client(address, credentials=credentials, token=token)
+    return Client(address, credentials=credentials, token=token, **options)
 
 
 @app.command()
@@ -277,13 +296,13 @@ def generate(
     tls_ca: TlsCa = None,
     token: Token = None,
     max_tokens: Annotated[int, flag("--max-tokens", "Most output tokens.", min=1, max=MOST_TOKENS)] = 256,
-    temperature: Annotated[float, flag("--temperature", "0 is greedy.", min=0.0)] = 0.0,
+    temperature: Annotated[float, flag("--temperature", "0 is greedy.", min=0.0, max=MOST_FLOAT)] = 0.0,
     seed: Annotated[int | None, flag("--sampling-seed", "Makes sampling reproducible.", min=0, max=MOST_SEED)] = None,
     chat: Annotated[bool, flag("--chat", "Send the prompt as a user's chat message.")] = False,
     as_json: Annotated[bool, flag("--json", "Print one JSON object at the end.")] = False,
 ) -> None:
     """Stream one generation to the terminal through the bidirectional RPC."""
-    from service.terminal import show_generation
+    from service.terminal import WaitNotice, show_generation
 
     check_text("PROMPT", prompt)
     sampling = generation_pb2.SamplingParameters(temperature=temperature, seed=seed)
@@ -293,8 +312,12 @@ def generate(
         start = prompt_request(prompt, max_tokens=max_tokens, sampling=sampling)
 
     async def main() -> None:
-        async with _client(address, tls_ca, token) as client:
-            await show_generation(client.generate(start), Console(), as_json=as_json)
+        notice = WaitNotice()
+        async with _client(address, tls_ca, token, on_wait=notice.tell) as client:
+            try:
+                await show_generation(client.generate(start), Console(), as_json=as_json, on_event=notice.end)
+            finally:
+                notice.end()
 
     _run_client(main())
 

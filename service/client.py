@@ -153,12 +153,14 @@ class Client:
         credentials: grpc.ChannelCredentials | None = None,
         token: str | None = None,
         patience: float = math.inf,
+        on_wait: Callable[[GenerationError], None] = lambda _: None,
         options: Sequence[tuple[str, Any]] = (),
     ) -> None:
         """credentials: TLS; None for plain text. token: sent as bearer token with every call. patience: seconds that a
         request waits while the service says that its engine starts; the request's own `scheduling.timeout` and
-        `queue_timeout`, which run meanwhile, end it, too."""
+        `queue_timeout`, which run meanwhile, end it, too. on_wait: called with the refusal before each such wait."""
         self._patience = patience
+        self._on_wait = on_wait
         self._closed = False
         self._metadata = () if token is None else (("authorization", f"Bearer {token}"),)
         channel_options = [("grpc.service_config", SERVICE_CONFIG), ("grpc.enable_retries", 1), *options]
@@ -191,7 +193,7 @@ class Client:
     @asynccontextmanager
     async def session(self) -> AsyncIterator[Session]:
         """One bidirectional stream for any number of concurrent requests. Leaving it cancels what still runs."""
-        session = Session(self._open, self._patience)
+        session = Session(self._open, self._patience, self._on_wait)
         try:
             yield session
         finally:
@@ -229,10 +231,16 @@ class Session:
     written as the refusal of another arrives, gRPC hides that (`refusal_behind`); so on those opened again the first
     request is sent alone, and the others follow its answer."""
 
-    def __init__(self, open_call: Callable[[], GenerateCall], patience: float = math.inf) -> None:
-        """patience: as Client has it."""
+    def __init__(
+        self,
+        open_call: Callable[[], GenerateCall],
+        patience: float = math.inf,
+        on_wait: Callable[[GenerationError], None] = lambda _: None,
+    ) -> None:
+        """patience, on_wait: as Client has them."""
         self._open_call = open_call
         self._patience = patience
+        self._on_wait = on_wait
         self._ids = itertools.count(1)
         self._queues: dict[str, asyncio.Queue[generation_pb2.GenerationEvent | GenerationError]] = {}
         self._writing = asyncio.Lock()  # gRPC takes one write at a time
@@ -270,6 +278,7 @@ class Session:
                 wait = BACKOFF_SECONDS * 2**retries if error.retry_after is None else error.retry_after
                 if not begun and error.reason in STARTING and limits.seconds_left > LAST_SECONDS:
                     wait = min(wait, limits.seconds_left - LAST_SECONDS)
+                    self._on_wait(error)
                 elif (
                     isinstance(error, StreamRefusedError)
                     and error.reason not in STARTING

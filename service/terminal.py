@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
 from google.protobuf import json_format
 from rich.console import Console
 from rich.markup import escape
+from rich.status import Status
 from rich.table import Table
 
 from octavo.v1 import capacity_pb2, generation_pb2
+from service.client import GenerationError
 
 
 @dataclass
@@ -72,13 +74,43 @@ class Figures:
         )
 
 
+class WaitNotice:
+    """Tells on standard error that a request waits for the engine: on a terminal until `end`, elsewhere in a line."""
+
+    def __init__(self) -> None:
+        self._console = Console(stderr=True)
+        self._status: Status | None = None
+        self._told = ""
+
+    def tell(self, error: GenerationError) -> None:
+        if error.message == self._told:
+            return
+        self.end()
+        self._told = error.message
+        text = f"octavo: waiting for the engine: {error.message}"
+        if self._console.is_terminal:
+            self._status = self._console.status(escape(text))
+            self._status.start()
+        else:
+            self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def end(self) -> None:
+        if self._status is not None:
+            self._status.stop()
+
+
 async def show_generation(
-    events: AsyncGenerator[generation_pb2.GenerationEvent, None], console: Console, *, as_json: bool = False
+    events: AsyncGenerator[generation_pb2.GenerationEvent, None],
+    console: Console,
+    *,
+    as_json: bool = False,
+    on_event: Callable[[], None] = lambda: None,
 ) -> Figures:
-    """Prints text as it comes and the figures under it, or one JSON object at the end."""
+    """Prints text as it comes and the figures under it, or one JSON object at the end. on_event: called before."""
     figures, texts = Figures(), []
     async with aclosing(events):  # also where the terminal is gone
         async for event in events:
+            on_event()
             if event.HasField("delta"):
                 figures.on_delta(event.delta)
                 texts.append(event.delta.text)
@@ -89,7 +121,7 @@ async def show_generation(
     if as_json:
         console.print(figures.as_json("".join(texts)), markup=False, highlight=False, soft_wrap=True)
     else:
-        console.print(f"\n[dim]{escape(figures.line())}[/dim]", highlight=False)
+        console.print(f"\n[dim]{escape(figures.line())}[/dim]", highlight=False, soft_wrap=True)
     return figures
 
 

@@ -21,7 +21,7 @@ import typer
 from typer.testing import CliRunner
 
 import service.serve
-from engine import AllocatorKind, Device, EngineConfig, LoadFormat
+from engine import AllocatorKind, Device, EngineConfig, EngineState, LoadFormat
 from engine.config import PreemptionMode
 from octavo.v1 import generation_pb2
 from service.__main__ import app, check_address, main
@@ -32,7 +32,7 @@ from service.serve import flag_of
 from service.terminal import Figures
 from tests.model.tiny import write_tiny_model
 from tests.service.process import ROOT, Process, run_command, server_process
-from tests.service.server import free_port
+from tests.service.server import free_port, running, until
 
 Parse = Callable[..., tuple[EngineConfig, ServiceConfig, bool]]
 Refused = Callable[..., str]
@@ -330,6 +330,26 @@ async def test_generate_streams_and_prints_figures(server: Process) -> None:
     assert "max_tokens" in out
 
 
+@pytest.mark.parametrize("terminal", [False, True])
+@pytest.mark.parametrize("flags", [(), ("--json",)])
+async def test_generate_says_on_stderr_that_it_waits_for_an_engine(terminal: bool, flags: tuple[str, ...]) -> None:
+    arguments = (sys.executable, "-m", "service", "generate", "x", "--max-tokens", "3", *flags)
+    command = shlex.join((*arguments, "--address", "ADDRESS"))
+    async with running() as served:
+        served.engine.set_state(EngineState.STARTING)
+        command = command.replace("ADDRESS", served.server.address)
+        env = {"TTY_COMPATIBLE": "1", "TERM": "xterm"} if terminal else {}
+        asking = asyncio.create_task(run_command("bash", "-c", command, env=env))
+        await until(lambda: served.server.replica.metrics.outcomes("ENGINE_STARTING") >= 2, seconds=60)
+        served.engine.set_state(EngineState.READY)
+        code, out, err = await asking
+    assert code == 0
+    assert (json.loads(out)["text"] if flags else out[:3]) == "abc"
+    told = "octavo: waiting for the engine: the model is still loading"
+    assert told in err
+    assert (err == f"{told}\n") is not terminal
+
+
 async def test_generate_json(server: Process) -> None:
     address = ("--address", server.address)
     code, out, _ = await octavo("generate", "hello", *address, "--max-tokens", "6", "--json", "--chat")
@@ -382,6 +402,10 @@ async def test_capacity_watch_follows_until_the_server_drains() -> None:
         (("generate", "x", "--token", "two\nlines"), "--token"),
         (("generate", "x", "--two\nlines"), "--two"),
         (("generate", "x", "--temperature", "nan"), "--temperature"),
+        (("generate", "x", "--temperature", "inf"), "--temperature"),
+        (("generate", "x", "--temperature", "1e39"), "--temperature"),
+        (("generate", "x", "--tls-ca", str(ROOT / "README.md")), "--tls-ca"),
+        (("capacity", "--tls-ca", os.devnull), "--tls-ca"),
         (("generate", "\udcff"), "PROMPT is not valid UTF-8"),
         (("generate", "x", "--address", ""), "--address"),
         (("generate", "x", "--address", "foo"), "--address"),
