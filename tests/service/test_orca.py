@@ -7,15 +7,16 @@ from typing import Any
 
 import pytest
 from google.protobuf import json_format
+from google.protobuf.duration_pb2 import Duration
 from xds.data.orca.v3 import orca_load_report_pb2
 from xds.service.orca.v3 import orca_pb2
 
 from octavo.v1 import generation_pb2 as pb
-from service.orca import TRAILER
+from service.orca import DEFAULT_INTERVAL_SECONDS, LEAST_INTERVAL_SECONDS, TRAILER
 from service.rate import RequestRate
 from tests.service.calls import run_stream, start
 from tests.service.process import BIN, run_command
-from tests.service.server import Running
+from tests.service.server import Running, until
 
 
 async def trailer(served: Running, method: str, request: pb.StartGeneration) -> orca_load_report_pb2.OrcaLoadReport:
@@ -42,15 +43,49 @@ async def test_a_refused_call_carries_one_too(served: Running) -> None:
     assert (await trailer(served, "GenerateUnary", start(""))).application_utilization == 0.0
 
 
-async def test_out_of_band_reports_follow_the_load(served: Running) -> None:
+def reports(served: Running, interval: Duration | None) -> Any:
+    """The out-of-band call of a client that asks for this interval."""
     method = served.channel.unary_stream(
         "/xds.service.orca.v3.OpenRcaService/StreamCoreMetrics",
         request_serializer=orca_pb2.OrcaLoadReportRequest.SerializeToString,
         response_deserializer=orca_load_report_pb2.OrcaLoadReport.FromString,
     )
-    request = orca_pb2.OrcaLoadReportRequest()
-    request.report_interval.FromMilliseconds(100)
-    call: Any = method(request, timeout=10)
+    return method(orca_pb2.OrcaLoadReportRequest(report_interval=interval), timeout=10)
+
+
+@pytest.mark.parametrize(
+    ("asked", "seconds"),
+    [
+        (None, DEFAULT_INTERVAL_SECONDS),
+        (Duration(seconds=7), 7.0),
+        (Duration(), LEAST_INTERVAL_SECONDS),
+        (Duration(nanos=1), LEAST_INTERVAL_SECONDS),
+        (Duration(seconds=-(2**63), nanos=-1), LEAST_INTERVAL_SECONDS),
+        (Duration(seconds=1, nanos=-(2**31)), LEAST_INTERVAL_SECONDS),
+        (Duration(seconds=2**63 - 1), 2.0**63),
+    ],
+)
+async def test_no_client_gets_reports_faster_than_the_least_interval(
+    served: Running, monkeypatch: pytest.MonkeyPatch, asked: Duration | None, seconds: float
+) -> None:
+    slept, replica = list[float](), served.server.replica
+    sleep = replica.sleep
+
+    async def noted(interval: float) -> None:
+        slept.append(interval)
+        await sleep(interval)
+
+    monkeypatch.setattr(replica, "sleep", noted)
+    call = reports(served, asked)
+    await call.read()
+    await until(lambda: slept != [])
+    assert slept[0] == seconds
+    assert not call.done()
+    call.cancel()
+
+
+async def test_out_of_band_reports_follow_the_load(served: Running) -> None:
+    call = reports(served, Duration(nanos=100_000_000))
     assert (await call.read()).mem_utilization == 0.0
     served.engine.stats_overrides = {"free_blocks": 0}
     await call.read()
