@@ -219,7 +219,9 @@ Global___Limits: _TypeAlias = Limits  # noqa: Y015
 
 @_typing.final
 class Load(_message.Message):
-    """While no engine is up: what the last one did, and a pool of free blocks."""
+    """As the last step left it: requests that begin with the step which runs are still among the queued. While no engine is
+    up: what the last one did, and a pool of free blocks.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
