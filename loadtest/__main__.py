@@ -32,13 +32,14 @@ from loadtest.orders import Transport
 from loadtest.overhead import run_overhead
 from loadtest.progress import RunProgress
 from loadtest.records import ArrivalProcess, Limits, RunKind
-from loadtest.result import Result, ResultError
+from loadtest.result import Result, ResultError, holds_result
 from loadtest.search import Settings
 from loadtest.session import SessionOptions
 from loadtest.target import TargetError
 
 ERRORS = (TargetError, LaunchError, FleetError, MixError, NoSuchFaultError, ResultError, ScheduleError)
 
+TINY_SERVE = "--max-num-seqs 128"
 MOST_SECONDS = 7 * 24 * 3600.0  # what the service takes as a request's timeout
 MOST_SEED = 2**32 - 1
 MOST_PID = 2**31 - 1
@@ -74,6 +75,13 @@ def seed_of(text: str) -> Any:
     return typer.Option("--seed", help=text, min=0, max=MOST_SEED)
 
 
+def checked_new(out: Path | None) -> Path | None:
+    """The same of a result's folder, of which none is overwritten."""
+    if out is not None and holds_result(out):
+        raise typer.BadParameter(f"{out} already holds a result")
+    return checked_out(out)
+
+
 def checked_out(out: Path | None) -> Path | None:
     """Whether a folder can be made there, without making it."""
     try:
@@ -86,9 +94,10 @@ def checked_out(out: Path | None) -> Path | None:
 
 
 def checked_address(address: str) -> str:
-    parts = re.fullmatch(r"[^\s/]+:([0-9]{1,5})", address)
-    if address and not (parts and 1 <= int(parts[1]) <= 65535):
-        raise typer.BadParameter(f"{address!r} is not HOST:PORT, with a port of 1 to 65535")
+    """What `octavo --address` takes, too."""
+    parts = re.fullmatch(r"unix:.+|(?:\[[\da-fA-F:.]+(?:%\w+)?\]|[^\s:/\[\]]+):([0-9]{1,5})", address)
+    if address and not (parts and (parts[1] is None or 1 <= int(parts[1]) <= 65535)):
+        raise typer.BadParameter(f"{address!r} is not HOST:PORT, with a port of 1 to 65535, or unix:PATH")
     return address
 
 
@@ -109,9 +118,9 @@ def checked_pid(pid: int | None) -> int | None:
     return pid
 
 
-def checked_words(text: str) -> str:
+def checked_words(text: str | None) -> str | None:
     try:
-        shlex.split(text)
+        shlex.split(text or "")
     except ValueError as error:
         raise typer.BadParameter(f"{error}: {text}") from None
     return text
@@ -119,11 +128,13 @@ def checked_words(text: str) -> str:
 
 Out = Annotated[
     Path | None,
-    typer.Option("--out", help="Folder of the result; default build/load/KIND-TIME.", callback=checked_out),
+    typer.Option("--out", help="Folder of the result; default build/load/KIND-TIME.", callback=checked_new),
 ]
 Address = Annotated[
     str,
-    typer.Option("--address", help="HOST:PORT of a service that runs; default: start one.", callback=checked_address),
+    typer.Option(
+        "--address", help="HOST:PORT or unix:PATH of a service that runs; default: start one.", callback=checked_address
+    ),
 ]
 MetricsUrl = Annotated[
     str | None,
@@ -135,9 +146,9 @@ Pid = Annotated[
         "--pid", help="Its process id on this machine, with --address.", min=1, max=MOST_PID, callback=checked_pid
     ),
 ]
-Model = Annotated[str, typer.Option("--model", help="What to serve when a service is started.")]
+Model = Annotated[str | None, typer.Option("--model", help="What to serve when a service is started; default: demo.")]
 Serve = Annotated[
-    str,
+    str | None,
     typer.Option("--serve", help='More flags of `serve`, as in --serve "--max-num-seqs 16".', callback=checked_words),
 ]
 Seed = Annotated[int, seed_of("Of schedules and prompts.")]
@@ -157,8 +168,8 @@ def map_service(
     address: Address = "",
     metrics_url: MetricsUrl = None,
     pid: Pid = None,
-    model: Model = "demo",
-    serve: Serve = "",
+    model: Model = None,
+    serve: Serve = None,
     mix: Annotated[str, typer.Option("--mix", help=f"Workload: {', '.join(MIXES)}.")] = "chat",
     seed: Seed = 1,
     clients: Clients = 1,
@@ -184,6 +195,7 @@ def map_service(
 ) -> None:
     """Finds the knee, goes beyond it, and comes back. Ctrl-C keeps what was measured."""
     only_with_address(address, metrics_url, pid)
+    only_without_address(address, serve, model)
     settings = Settings(
         calibrate=min(6.0, window / 3),
         warm_up=warm_up,
@@ -218,8 +230,8 @@ def map_service(
 def faults(
     names: Annotated[list[str] | None, typer.Argument(help="Faults; default: all.")] = None,
     out: Out = None,
-    model: Model = "demo",
-    serve: Serve = "",
+    model: Model = None,
+    serve: Serve = None,
     mix: Annotated[str, typer.Option("--mix", help=f"Workload: {', '.join(MIXES)}.")] = "mixed",
     seed: Seed = 1,
     clients: Clients = 1,
@@ -255,7 +267,7 @@ def overhead(
     address: Address = "",
     metrics_url: MetricsUrl = None,
     pid: Pid = None,
-    serve: Serve = "--max-num-seqs 128",
+    serve: Serve = None,
     seed: Seed = 1,
     clients: Clients = 1,
     transport: Annotated[
@@ -267,15 +279,17 @@ def overhead(
     seconds: Annotated[float, duration("--seconds", "Measured seconds of a level.", 1.0)] = 10.0,
     warm_up: Annotated[float, duration("--warm-up", "Seconds before them.", 0.0)] = 2.0,
 ) -> None:
-    """What the service costs around the forward pass, with a tiny model of fixed weights."""
+    """What the service costs around the forward pass, with a tiny model of fixed weights. A service that is started has
+    --max-num-seqs 128 unless --serve says otherwise."""
     only_with_address(address, metrics_url, pid)
+    only_without_address(address, serve)
     options = SessionOptions(
         out=folder(out, RunKind.OVERHEAD),
         limits=Limits(ttft=2.0, tpot=0.1),
         address=address,
         metrics_url=metrics_url,
         pid=pid,
-        serve_arguments=["--log-level", "warning", *shlex.split(serve)],
+        serve_arguments=["--log-level", "warning", *shlex.split(TINY_SERVE if serve is None else serve)],
         mix="short",
         seed=seed,
         clients=clients,
@@ -291,8 +305,8 @@ def overhead(
 @app.command()
 def ui(
     address: Address = "",
-    model: Model = "demo",
-    serve: Serve = "",
+    model: Model = None,
+    serve: Serve = None,
     port: Annotated[int, typer.Option("--web-port", help="Of the web page.", min=1, max=65535)] = 8089,
     locust: Annotated[
         str,
@@ -300,6 +314,7 @@ def ui(
     ] = "",
 ) -> None:
     """Locust's web page in front of a service; Ctrl-C ends both."""
+    only_without_address(address, serve, model)
     guarded(lambda: run_locust(address, serve_arguments(model, serve), port, shlex.split(locust)))
 
 
@@ -425,8 +440,15 @@ def only_with_address(address: str, metrics_url: str | None, pid: int | None) ->
             raise typer.BadParameter("goes with --address", param_hint=flag)
 
 
-def serve_arguments(model: str, more: str) -> list[str]:
-    return ["--model", model, "--log-level", "warning", *shlex.split(more)]
+def only_without_address(address: str, serve: str | None, model: str | None = None) -> None:
+    """Raises typer.BadParameter: a service that runs has its model and its flags."""
+    for flag, value in (("--model", model), ("--serve", serve)):
+        if value is not None and address:
+            raise typer.BadParameter("is of a service that is started: not with --address", param_hint=flag)
+
+
+def serve_arguments(model: str | None, more: str | None) -> list[str]:
+    return ["--model", model or "demo", "--log-level", "warning", *shlex.split(more or "")]
 
 
 def command() -> list[str]:

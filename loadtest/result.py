@@ -35,6 +35,10 @@ class ResultError(Exception):
     """The folder is no result, or of another schema; the message says which file."""
 
 
+def holds_result(folder: Path) -> bool:
+    return (folder / "run.json").exists()
+
+
 class Result:
     """Reads and writes one folder."""
 
@@ -44,7 +48,7 @@ class Result:
     @classmethod
     def create(cls, folder: Path, run: Run) -> Result:
         """Raises ResultError if the folder already holds a result."""
-        if (folder / "run.json").exists():
+        if holds_result(folder):
             raise ResultError(f"{folder} already holds a result")
         (folder / "schedules").mkdir(parents=True, exist_ok=True)
         result = cls(folder)
@@ -55,7 +59,7 @@ class Result:
     def open(cls, folder: Path) -> Result:
         """Raises ResultError."""
         result = cls(folder)
-        if not (folder / "run.json").exists():
+        if not holds_result(folder):
             raise ResultError(f"{folder}: no run.json")
         if result.run.schema != SCHEMA:
             raise ResultError(f"{folder}: schema {result.run.schema}; this version reads {SCHEMA}")

@@ -24,7 +24,7 @@ from loadtest.progress import RunProgress
 from loadtest.records import SCHEMA, Fingerprint, Hypothesis, Limits, ReferenceWork, Run, RunKind, Target
 from loadtest.reference import Reference
 from loadtest.result import Result
-from loadtest.target import describe, vocabulary
+from loadtest.target import answering, describe, vocabulary
 
 DEFAULT_CONTEXT = 2048
 
@@ -106,6 +106,8 @@ async def session(
     async with AsyncExitStack() as stack:
         address, pid, url = options.address, options.pid, options.metrics_url
         service, command = None, list[str]()
+        if url is not None:
+            await answering(url)
         if not address:
             progress.doing("starting the service", 20.0)
             service = await stack.enter_async_context(Service(options.serve_arguments))

@@ -61,6 +61,12 @@ async def describe(address: str, command: Sequence[str] = (), metrics_url: str |
     )
 
 
+async def answering(metrics_url: str) -> None:
+    """Raises TargetError if no Prometheus page answers there."""
+    if not await asyncio.to_thread(scrape, metrics_url, SECONDS):
+        raise TargetError(f"--metrics-url {metrics_url}: no page of metrics answers there")
+
+
 def device_of(metrics_url: str) -> str:
     """Where the engine computes, such as "cpu"; empty if it does not say."""
     found = (DEVICE.match(name) for name in scrape(metrics_url))

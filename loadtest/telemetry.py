@@ -124,11 +124,11 @@ class Telemetry:
         return await gpu_samples() if self._has_gpu else []
 
 
-def scrape(url: str) -> dict[str, float]:
+def scrape(url: str, patience: float = PATIENCE) -> dict[str, float]:
     """The service's metrics without its prefix and without histogram buckets; empty if what answers, if anything does,
     is no such page."""
     try:
-        with urllib.request.urlopen(url, timeout=PATIENCE) as response:
+        with urllib.request.urlopen(url, timeout=patience) as response:
             families = list(text_string_to_metric_families(response.read().decode()))
     except (OSError, http.client.HTTPException, ValueError):
         return {}

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from loadtest.__main__ import app, main
+from loadtest.__main__ import app, checked_address, main
 from loadtest.faults import FAULTS
 from loadtest.judgements import LevelClass, Regime
 from loadtest.launch import LaunchError, Service
@@ -21,10 +21,13 @@ from loadtest.measure import LevelRows
 from loadtest.records import Limits, Outcome, Phase, RequestRow
 from loadtest.result import Result
 from loadtest.tiny_model import write_tiny_model
+from service.__main__ import check_address
 from tests.loadtest.known_server import Behaviour
 from tests.loadtest.playing import known_service, level_of
+from tests.loadtest.synthetic import run_record
 from tests.service.process import ROOT, run_command
 
+ATTACHED = ("map", "--address", "127.0.0.1:9")
 STEP = Behaviour(mode="step", base=0.02, seats=4, queue=8)
 
 
@@ -36,6 +39,7 @@ async def loadtest(*arguments: str | Path, seconds: float = 100.0) -> tuple[int,
     ("arguments", "problem"),
     [
         (("map", "--address", "127.0.0.1:9", "--out", "{out}"), "127.0.0.1:9"),
+        ((*ATTACHED, "--metrics-url", "http://127.0.0.1:9/metrics", "--out", "{out}"), "--metrics-url"),
         (("map", "--mix", "nothing", "--out", "{out}"), "no mix 'nothing'"),
         (("faults", "nothing", "--out", "{out}"), "no fault 'nothing'"),
         (("grade", "{out}"), "no run.json"),
@@ -97,9 +101,6 @@ def test_a_flag_beyond_its_bound_is_one_line(
         assert most in line
 
 
-ATTACHED = ("map", "--address", "127.0.0.1:9")
-
-
 @pytest.mark.parametrize(
     ("arguments", "flag"),
     [
@@ -110,10 +111,12 @@ ATTACHED = ("map", "--address", "127.0.0.1:9")
         *((("map", "--pid", pid, *ATTACHED[1:]), "--pid") for pid in ("0", "99999999", "9" * 30)),
         *(
             (("map", "--address", address), "--address")
-            for address in ("garbage", ":1", "h:0", "h:65536", "http://h:1")
+            for address in ("garbage", ":1", "h:0", "h:65536", "http://h:1", "::1:50051", "unix:")
         ),
         *(((command, "--pid", "1"), "--pid") for command in ("map", "overhead")),
         *(((command, "--metrics-url", "http://h:1/"), "--metrics-url") for command in ("map", "overhead")),
+        *(((command, *ATTACHED[1:], "--model", "demo"), "--model") for command in ("map", "ui")),
+        *(((command, *ATTACHED[1:], "--serve", ""), "--serve") for command in ("map", "overhead", "ui")),
         *(((command, "--serve", "'unbalanced"), "--serve") for command in ("map", "faults", "overhead", "ui")),
         (("ui", "--locust", "'unbalanced"), "--locust"),
         *((("faults", "--rate", rate), "--rate") for rate in ("nan", "inf", "-1", "0", "1e300")),
@@ -134,6 +137,23 @@ def test_a_flag_that_cannot_be_is_one_line(
     """Before anything starts."""
     monkeypatch.setattr(asyncio, "run", lambda work: pytest.fail("something started"))
     assert flag in error_line(monkeypatch, capsys, *arguments)
+
+
+@pytest.mark.parametrize("command", ["map", "faults", "overhead"])
+def test_no_result_is_overwritten(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Told before anything starts."""
+    Result.create(tmp_path, run_record())
+    monkeypatch.setattr(asyncio, "run", lambda work: pytest.fail("something started"))
+    assert "already holds a result" in error_line(monkeypatch, capsys, command, "--out", str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "address", ["127.0.0.1:1", "localhost:65535", "a-b.c_d:50051", "[::1]:50051", "[fe80::1%eth0]:1", "unix:/a b"]
+)
+def test_addresses_are_those_that_the_service_commands_take(address: str) -> None:
+    assert checked_address(address) == check_address(address) == address
 
 
 @pytest.mark.parametrize("arguments", [["--process", "replay"], ["--trace", "trace.jsonl"]])
