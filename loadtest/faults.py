@@ -19,6 +19,9 @@ from loadtest.orders import Entry, Manner, Order
 from loadtest.records import Arrival
 
 SHARE = 0.3  # of the window, after which the fault happens
+BEHIND = 0.5  # seconds in which a request has surely arrived
+GIANT_OUTPUT = 8
+BESIDE = 2  # times as long as alone a long prompt may take beside others, which get at most half of each step
 BURST_HEIGHT = 10
 BURST_SECONDS = 2.0
 FROZEN_SECONDS = 3.0
@@ -32,18 +35,28 @@ LOST_ENGINE = frozenset({"ENGINE_DIED", "ENGINE_STALLED", "ENGINE_STARTING"})
 
 @dataclass
 class Scene:
-    """What a fault can reach. `at`: when it happens (CLOCK_MONOTONIC), once it has. `exit_code`: of a service that was
-    told to end."""
+    """What a fault can reach. `alone`: seconds that a prompt which fills the context takes the idle service, where the
+    fault has one and it was served. `asked`: when the first request of another manner is sent, if there is one; `at`:
+    when the fault has happened (both CLOCK_MONOTONIC). `exit_code`: of a service that was told to end."""
 
     service: Service
     context: int
+    alone: float | None = None
+    asked: float = 0.0
     at: float | None = None
     happened: asyncio.Event = field(default_factory=asyncio.Event)
     exit_code: int | None = None
 
+    @property
+    def longer(self) -> float:
+        """Seconds that everything may take longer for that request."""
+        return BESIDE * (self.alone or 0.0)
+
     async def until(self, order: Order, share: float) -> None:
-        """Waits for that share of the window, which is when the fault happens."""
-        await asyncio.sleep(order.window_begin + share * (order.stop - order.window_begin) - time.monotonic())
+        """Waits for that share of the window, which is when the fault happens, and until what is asked otherwise has
+        arrived: a probe that came before would find nothing wrong."""
+        begin = order.window_begin + share * (order.stop - order.window_begin)
+        await asyncio.sleep(max(begin, self.asked + BEHIND) - time.monotonic())
         self.at = time.monotonic()
         self.happened.set()
 
@@ -69,7 +82,9 @@ def unchanged(scene: Scene, entries: list[Entry]) -> list[Entry]:
 class Fault:
     """`flags`: of `serve`. `allowed`: reasons (or codes) for which requests of any class may fail; by class in
     `allowed_of`. `ends`: the service is to end, with exit code 0. `recovers`: seconds in which a probe is to be served
-    as well as the TTFT limit asks for; None: it need not. `cut`: classes that may still run when the level is cut off.
+    as well as the TTFT limit asks for; None: it need not. `fills`: it sends a prompt that fills the context, which is
+    timed alone first: beside others it may take BESIDE times that, and they as much longer. `cut`: classes that may
+    still run when the level is cut off.
     """
 
     name: str
@@ -81,10 +96,20 @@ class Fault:
     allowed_of: dict[str, frozenset[str]] = field(default_factory=dict)
     ends: bool = False
     recovers: float | None = 5.0
+    fills: bool = False
     cut: frozenset[str] = frozenset()
 
     def stage(self, scene: Scene) -> Stage:
-        return Stage(change=lambda entries: self.change(scene, entries), beside=lambda order: self.happen(scene, order))
+        def changed(entries: list[Entry]) -> list[Entry]:
+            found = self.change(scene, entries)
+            scene.asked = min((entry.at for entry in found if entry.manner is not None), default=0.0)
+            return found
+
+        return Stage(change=changed, beside=lambda order: self.happen(scene, order))
+
+    def within(self, scene: Scene) -> float | None:
+        """Seconds in which a probe is to be served."""
+        return None if self.recovers is None else self.recovers + scene.longer
 
     def may(self, kind: str) -> frozenset[str]:
         return self.allowed | self.allowed_of.get(kind, frozenset())
@@ -168,9 +193,15 @@ def burst(scene: Scene, entries: list[Entry]) -> list[Entry]:
 
 def giant(scene: Scene, entries: list[Entry]) -> list[Entry]:
     """One prompt that fills the context."""
-    arrival = Arrival(at=0.0, kind="long-prompt", seed=1, prompt_tokens=scene.context - 9, output_tokens=8)
+    length = giant_length(scene)
+    arrival = Arrival(at=0.0, kind="long-prompt", seed=1, prompt_tokens=length, output_tokens=GIANT_OUTPUT)
     entry = Entry(index=0, at=middle(entries), arrival=arrival, manner=Manner(kind="giant"))
     return numbered([*entries, entry])
+
+
+def giant_length(scene: Scene) -> int:
+    """Tokens of its prompt."""
+    return scene.context - GIANT_OUTPUT - 1
 
 
 def every(share: int, manner: Callable[[int], Manner]) -> Change:
@@ -227,7 +258,7 @@ FAULTS = (
         recovers=None,
     ),
     Fault(name="burst", change=burst, allowed=OVERLOAD),
-    Fault(name="giant-prompt", change=giant, recovers=20.0),
+    Fault(name="giant-prompt", change=giant, fills=True),
     Fault(name="cancel-storm", change=every(2, lambda index: Manner(cancel_after=1 + index % 6, kind="cancelling"))),
     Fault(name="slow-readers", change=every(3, slow_reader), cut=frozenset({"deaf"})),
     Fault(name="prefix-flip", mix="shared-prefix", change=flip),

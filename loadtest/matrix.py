@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import random
+import statistics
 import time
 from collections import Counter, defaultdict
 from collections.abc import Sequence
@@ -14,7 +16,7 @@ from grpc import aio
 from loadtest.classify import classify
 from loadtest.drive import ServiceDriver
 from loadtest.ending import CHANNEL_OPTIONS
-from loadtest.faults import FAULTS, Fault, Scene
+from loadtest.faults import BESIDE, FAULTS, GIANT_OUTPUT, Fault, Scene, giant_length
 from loadtest.fleet import FleetError
 from loadtest.judgements import FaultCell, LevelClass
 from loadtest.launch import LaunchError
@@ -26,7 +28,7 @@ from loadtest.progress import RunProgress
 from loadtest.records import Fingerprint, Hypothesis, Limits, Outcome, Phase, RequestRow, RunKind
 from loadtest.result import Result
 from loadtest.session import Record, SessionOptions, machine_of, session, until_interrupted
-from loadtest.target import RECOVERED, TargetError, until_recovered, until_served
+from loadtest.target import RECOVERED, TargetError, time_alone, until_recovered, until_served
 from octavo.v1 import capacity_pb2, capacity_pb2_grpc
 
 CALIBRATE_SECONDS = 6.0
@@ -34,9 +36,12 @@ CALIBRATE_CONCURRENCY = 8
 LOAD = 0.4  # of the closed loop's rate
 WARM_UP = 2.0
 DRAIN_LIMIT = 30.0
+ALONE_LIMIT = 600.0  # for a prompt that fills the context
+REST_SECONDS = 15.0  # that a fault takes beside its start and its level, until one is over
 EMPTY_SECONDS = 3.0
 ITSELF_SECONDS = 5.0  # after the last request
 ITSELF = f"a probe is as fast as before, {ITSELF_SECONDS:g} s after it all"
+ALONE = "an idle service serves a prompt that fills the context"
 HYPOTHESES = (
     Hypothesis(id="holds", text="All that has to hold does", measure="cells_broken", relation="==", bound=0.0),
     Hypothesis(id="no-hang", text="Nothing hangs", measure="cells_hung", relation="==", bound=0.0),
@@ -59,15 +64,20 @@ class Matrix:
     rate: float | None
     cells: list[FaultCell] = field(default_factory=list)
     levels: int = 0
+    took: list[float] = field(default_factory=list)
 
     async def run(self, faults: Sequence[Fault]) -> None:
         for index, fault in enumerate(faults):
-            found = await self.one(fault, [self.seconds + 15.0] * (len(faults) - index - 1))
+            begin = time.monotonic()
+            found = await self.one(fault, len(faults) - index - 1)
+            self.took.append(time.monotonic() - begin)
             self.cells += found
             for cell in found:
                 self.progress.say(line(cell))
 
-    async def one(self, fault: Fault, rest: Sequence[float]) -> list[FaultCell]:
+    async def one(self, fault: Fault, left: int) -> list[FaultCell]:
+        """left: how many faults come after it."""
+        begin = time.monotonic()
         options = replace(self.options, serve_arguments=[*self.options.serve_arguments, *fault.flags])
         mix = mix_of(fault.mix or options.mix)
         record = replace(self.record, options=options)
@@ -75,11 +85,23 @@ class Matrix:
             self.record.result = record.result
             driver, service = opened.driver, opened.service
             assert service is not None
+            each = self.each(time.monotonic() - begin)
+            if not self.took:
+                self.progress.say(f"faults: {left + 1}, about {(left + 1) * each / 60:.1f} min")
             if self.rate is None:
-                self.rate = await self.calibrate(driver)
+                self.rate = await self.calibrate(driver, [each] * (left + 1))
             scene = Scene(service, opened.target.max_context_tokens)
-            plan = self.plan(Phase.FAULT, rate=self.rate, label=fault.name)
-            self.progress.on_plan(plan, rest)
+            if fault.fills:
+                self.progress.doing("a prompt that fills the context, alone", each, [each] * (left + 1))
+                scene.alone = await alone(scene, driver)
+            plan = self.plan(
+                Phase.FAULT,
+                rate=self.rate,
+                label=fault.name,
+                drain_limit=DRAIN_LIMIT + scene.longer,
+                parameters={} if scene.alone is None else {"alone_seconds": round(scene.alone, 3)},
+            )
+            self.progress.on_plan(plan, [scene.alone or 0.0, *[each] * left])
             watch = asyncio.create_task(self.recovery(scene, driver, fault))
             part = await driver.run(plan, fault.stage(scene))
             recovery = await watch
@@ -87,31 +109,31 @@ class Matrix:
             shared = await after(fault, scene, driver, recovery)
             return cells_of(fault, part, shared, recovery, self.options.limits)
 
-    async def calibrate(self, driver: ServiceDriver) -> float:
-        plan = self.plan(Phase.CALIBRATE, concurrency=CALIBRATE_CONCURRENCY)
-        self.progress.on_plan(plan, [])
-        part = await driver.run(replace(plan, window=CALIBRATE_SECONDS))
+    def each(self, start: float) -> float:
+        """About how many seconds a fault takes. start: that the last service took to start."""
+        if self.took:
+            return statistics.median(self.took)
+        return start + WARM_UP + self.seconds + REST_SECONDS
+
+    async def calibrate(self, driver: ServiceDriver, rest: Sequence[float]) -> float:
+        plan = self.plan(Phase.CALIBRATE, concurrency=CALIBRATE_CONCURRENCY, window=CALIBRATE_SECONDS)
+        self.progress.on_plan(plan, rest)
+        part = await driver.run(plan)
         done = sum(row.outcome is Outcome.COMPLETED for row in part.ended)
         return max(0.5, float(f"{LOAD * done / part.seconds:.3g}"))
 
     async def recovery(self, scene: Scene, driver: ServiceDriver, fault: Fault) -> float | None:
         """Seconds from the fault until a probe's first token came within the limit, with the load still there."""
         await scene.happened.wait()
-        if fault.recovers is None or scene.at is None:
+        within = fault.within(scene)
+        if within is None or scene.at is None:
             return None
-        limit = scene.at + 2 * fault.recovers
         ttft = self.options.limits.ttft
-        return await until_served(driver.address, driver.vocabulary[:16], ttft, scene.at, limit)
+        return await until_served(driver.address, driver.vocabulary[:16], ttft, scene.at, scene.at + 2 * within)
 
     def plan(self, phase: Phase, **more: Any) -> LevelPlan:
-        return LevelPlan(
-            phase=phase,
-            warm_up=WARM_UP,
-            window=self.seconds,
-            drain_limit=DRAIN_LIMIT,
-            seed=self.options.seed,
-            **more,
-        )
+        common: dict[str, Any] = {"window": self.seconds, "drain_limit": DRAIN_LIMIT, "seed": self.options.seed}
+        return LevelPlan(phase=phase, warm_up=WARM_UP, **{**common, **more})
 
 
 async def run_faults(
@@ -148,14 +170,24 @@ async def after(fault: Fault, scene: Scene, driver: ServiceDriver, recovery: flo
         code = scene.exit_code
         return {"the service ends with exit code 0": "" if code == 0 else f"its exit code is {code}"}
     found = {"the service lives": "" if scene.service.process.returncode is None else "its process has ended"}
-    if fault.recovers is not None:
-        late = recovery is None or recovery > fault.recovers
+    if fault.fills:
+        found[ALONE] = "" if scene.alone is not None else f"it was not within {ALONE_LIMIT:g} s"
+    within = fault.within(scene)
+    if within is not None:
+        late = recovery is None or recovery > within
         wrong = "" if not late else "no probe was" if recovery is None else f"it took {recovery:.1f} s"
-        found[f"a probe is served within {fault.recovers:g} s"] = wrong
+        sums = "" if scene.alone is None else f" ({fault.recovers:g} + {BESIDE} x {scene.alone:.1f}, that prompt alone)"
+        found[f"a probe is served within {within:.4g} s{sums}"] = wrong
     if not found["the service lives"]:
         found["nothing is held when all is over"] = await held(driver.address)
         found[ITSELF] = await slower(driver)
     return found
+
+
+async def alone(scene: Scene, driver: ServiceDriver) -> float | None:
+    """Seconds for a prompt that fills the context, of a service that does nothing else."""
+    ids = random.Random(2).choices(driver.vocabulary, k=giant_length(scene))
+    return await time_alone(driver.address, ids, GIANT_OUTPUT, ALONE_LIMIT)
 
 
 async def slower(driver: ServiceDriver) -> str:
@@ -261,5 +293,6 @@ def how(row: RequestRow) -> str:
 def line(cell: FaultCell) -> str:
     outcomes = ", ".join(f"{name} {count}" for name, count in sorted(cell.outcomes.items()))
     mark = "[green]holds[/green]" if not cell.broken else f"[red]broken: {'; '.join(cell.broken)}[/red]"
-    back = "" if cell.recovery is None else f", served again after {cell.recovery:.1f} s"
+    first = "" if cell.ttft_p99 is None else f", first tokens within {cell.ttft_p99:.2f} s (p99)"
+    back = first + ("" if cell.recovery is None else f", a probe served after {cell.recovery:.1f} s")
     return f"{cell.fault:>15} {cell.kind:<14} {mark}: {outcomes}{back}"

@@ -59,9 +59,11 @@ class RunProgress:
     def say(self, text: str) -> None:
         self._progress.console.print(text, highlight=False)
 
-    def doing(self, what: str, seconds: float, rest: Sequence[float] = ()) -> None:
-        """seconds: of this; rest: of what comes after it, as far as that is known."""
-        self._level_ends, self._rest = time.monotonic() + seconds, sum(rest)
+    def doing(self, what: str, seconds: float, rest: Sequence[float] | None = None) -> None:
+        """seconds: of this; rest: of what comes after it, as far as that is known; None: as was said before."""
+        self._level_ends = time.monotonic() + seconds
+        if rest is not None:
+            self._rest = sum(rest)
         self._progress.update(self._task, description=what)
         self._show()
 
