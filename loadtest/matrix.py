@@ -171,7 +171,7 @@ async def after(fault: Fault, scene: Scene, driver: ServiceDriver, recovery: flo
         return {"the service ends with exit code 0": "" if code == 0 else f"its exit code is {code}"}
     found = {"the service lives": "" if scene.service.process.returncode is None else "its process has ended"}
     if fault.fills:
-        found[ALONE] = "" if scene.alone is not None else f"it was not within {ALONE_LIMIT:g} s"
+        found[ALONE] = "" if scene.alone is not None else f"it did not within {ALONE_LIMIT:g} s"
     within = fault.within(scene)
     if within is not None:
         late = recovery is None or recovery > within

@@ -261,7 +261,7 @@ def test_a_client_that_does_not_read_makes_no_hang() -> None:
 async def test_faults_of_a_real_service(tmp_path: Path) -> None:
     """Each against a fresh service of a tiny model: nothing that must hold is broken."""
     out = tmp_path / "result"
-    names = ("engine-killed", "sigterm", "cancel-storm")
+    names = ("engine-killed", "sigterm", "giant-prompt", "cancel-storm")
     code, text, err = await loadtest(
         "faults", *names, *tiny(tmp_path), "--mix", "short", "--rate", "20", "--seconds", "4", "--out", out, seconds=200
     )
@@ -279,6 +279,9 @@ async def test_faults_of_a_real_service(tmp_path: Path) -> None:
     assert killed.level_class is LevelClass.CRASHED
     assert by_name["sigterm", "short"].outcomes.keys() & {"DRAINING", "UNAVAILABLE"}
     assert by_name["cancel-storm", "cancelling"].outcomes["cancelled"] > 0
+    assert by_name["giant-prompt", "giant"].outcomes == {"completed": 1}
+    (alone,) = [level.parameters["alone_seconds"] for level in Result.open(out).levels if level.fault == "giant-prompt"]
+    assert any(f"5 + 2 x {alone:.1f}" in text for text in by_name["giant-prompt", "short"].expected)
 
 
 @pytest.mark.slow

@@ -122,7 +122,7 @@ async def test_a_service_that_does_not_serve_that_prompt_alone_is_told_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = await Script(None, 4.0, tmp_path).shared("giant-prompt", monkeypatch)
-    assert found[ALONE] == "it was not within 600 s"
+    assert found[ALONE] == "it did not within 600 s"
     assert found["a probe is served within 5 s"] == ""
 
 
