@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from loadtest.judgements import LevelClass, MachineSpeed, Measures, Verdict
+from loadtest.judgements import LevelClass, MachineSpeed, Measures, Verdict, Window
 from loadtest.machine import Machine
 from loadtest.measure import LevelRows, measure
 from loadtest.records import Limits, Phase
@@ -69,6 +69,17 @@ def grade(
         multiple=level.multiple,
         void=void,
         machine=speed,
+        windows=[_window(part, level.rate) for part in counted if level.rate is not None],
+    )
+
+
+def _window(part: LevelRows, rate: float) -> Window:
+    return Window(
+        rate=rate,
+        seconds=part.seconds,
+        arrivals=len(part.arrived),
+        completed=len(part.completions[0]),
+        in_flight=part.in_flight,
     )
 
 
@@ -125,8 +136,16 @@ def luck(measures: Measures) -> float:
     """By how much of the arrivals completions may be off since a window begins and ends somewhere: two standard
     deviations of what is in flight at its end less what was at its beginning. A queue near the knee varies more than a
     Poisson number does: in simulation each edge has about twice its variance."""
-    edges = 2 * 2 * measures.in_flight * measures.windows
-    return 2 * math.sqrt(edges) / measures.arrivals if measures.arrivals else 0.0
+    return _luck(measures.in_flight * measures.windows, measures.arrivals)
+
+
+def edge_luck(window: Window) -> float:
+    """The same of one window."""
+    return _luck(window.in_flight, window.arrivals)
+
+
+def _luck(in_flight: float, arrivals: int) -> float:
+    return 2 * math.sqrt(2 * 2 * in_flight) / arrivals if arrivals else 0.0
 
 
 def collapse(measures: Measures, lower: Sequence[Verdict]) -> str | None:

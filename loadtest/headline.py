@@ -111,7 +111,9 @@ def _knee_tile(reading: Reading) -> Tile:
     if knee is None:
         return Tile("Knee", "none found", note="no bracket between keeping up and not", tone="none")
     slo = f"; within the limits to {interval(reading.summary.slo)}" if reading.summary.slo else ""
-    return Tile("Knee", interval(knee, ""), "requests/s", f"interval of {share(knee.width)}{slo}")
+    mean = reading.summary.mean_knee
+    machine = f"; on average {interval(mean, '')}, 95 %, as windows differ by {share(mean.scatter)}" if mean else ""
+    return Tile("Knee", interval(knee, ""), "requests/s", f"interval of {share(knee.width)}{machine}{slo}")
 
 
 def _goodput_tile(reading: Reading) -> Tile:

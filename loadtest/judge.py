@@ -13,6 +13,7 @@ from msgspec.structs import replace
 from loadtest.classify import KEEPS_UP, grade, luck
 from loadtest.judgements import Interval, LevelClass, Measures, Score, Summary, Verdict
 from loadtest.machine import Machine
+from loadtest.mean_knee import mean_knee
 from loadtest.measure import LevelRows
 from loadtest.records import Hypothesis, Limits, Phase, Run
 from loadtest.usl import fit
@@ -110,6 +111,7 @@ def summarize(
         usl=fit([(v.concurrency, v.measures.completion_rate) for v in verdicts if v.concurrency is not None]),
         notes=list(notes),
         corrected_knee=corrected_knee_of(sweep),
+        mean_knee=mean_knee([window for verdict in sweep for window in verdict.windows]),
     )
 
 

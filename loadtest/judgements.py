@@ -106,10 +106,30 @@ class MachineSpeed(Judgement, frozen=True, kw_only=True):
     unsteady: list[int] = []
 
 
+class Window(Judgement, frozen=True, kw_only=True):
+    """Of one level of an open loop: `arrivals` in it, `completed` in it whenever they arrived, `in_flight`: on average."""
+
+    rate: float
+    seconds: float
+    arrivals: int
+    completed: int
+    in_flight: float
+
+    @property
+    def served(self) -> float:
+        """Requests/s."""
+        return self.completed / self.seconds
+
+    @property
+    def share(self) -> float:
+        return self.completed / self.arrivals if self.arrivals else 1.0
+
+
 class Verdict(Judgement, frozen=True, kw_only=True):
     """Of a group: its levels' rows pooled. `rate`, `concurrency`, `phase`, `multiple`: of its levels (the last one's
     phase). `evidence`: the figures that decided, in words. `void`: levels that do not count, and why; a group with no
-    other level is of class VOID. `machine`: None where its speed was not measured; nothing here is corrected for it."""
+    other level is of class VOID. `machine`: None where its speed was not measured; nothing here is corrected for it.
+    `windows`: of its levels that count, in an open loop."""
 
     group: str
     levels: list[int]
@@ -122,6 +142,7 @@ class Verdict(Judgement, frozen=True, kw_only=True):
     multiple: float | None = None
     void: dict[str, str] = {}
     machine: MachineSpeed | None = None
+    windows: list[Window] = []
 
 
 class Interval(Judgement, frozen=True, kw_only=True):
@@ -136,6 +157,15 @@ class Interval(Judgement, frozen=True, kw_only=True):
     def width(self) -> float:
         """Relative to its middle."""
         return (self.high - self.low) / self.middle if self.high else 0.0
+
+
+class MeanKnee(Interval, frozen=True, kw_only=True):
+    """95 % interval of the knee of the machine as it was on average. `served`: requests/s that it can serve, `scatter`:
+    by how much of it a minute's window differs from the mean (one standard deviation). `windows`: that it is from."""
+
+    served: float
+    scatter: float
+    windows: int
 
 
 class Score(Judgement, frozen=True, kw_only=True):
@@ -161,8 +191,9 @@ class UslFit(Judgement, frozen=True, kw_only=True):
 class Summary(Judgement, frozen=True, kw_only=True):
     """`knee`: between the highest rate that keeps up and the lowest that does not; None if none was bracketed. `slo`:
     likewise for goodput >= 99 % of offered. `corrected_knee`: as the knee, with every rate over the machine's speed at
-    it. `complete`: False after Ctrl-C. `measures`: what hypotheses speak of; `NAME_error`: how well NAME is known
-    (absolute, one standard deviation), as far as that is a matter of the machine's speed."""
+    it. `mean_knee`: of all windows near it, None where they do not tell. `complete`: False after Ctrl-C. `measures`:
+    what hypotheses speak of; `NAME_error`: how well NAME is known (absolute, one standard deviation), as far as that is
+    a matter of the machine's speed."""
 
     knee: Interval | None
     slo: Interval | None
@@ -172,6 +203,7 @@ class Summary(Judgement, frozen=True, kw_only=True):
     usl: UslFit | None = None
     notes: list[str] = []
     corrected_knee: Interval | None = None
+    mean_knee: MeanKnee | None = None
 
 
 class FaultCell(Judgement, frozen=True, kw_only=True):

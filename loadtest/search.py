@@ -18,6 +18,7 @@ from loadtest.classify import grade
 from loadtest.judge import Bracket, bracket, contradictions, corrected, in_order, keeps_up, knee_of, meets_limits
 from loadtest.judgements import LevelClass, Verdict
 from loadtest.machine import Machine
+from loadtest.mean_knee import mean_knee
 from loadtest.measure import LevelRows
 from loadtest.plan import Driver, LevelPlan
 from loadtest.records import Arrival, ArrivalProcess, Limits, Phase
@@ -164,11 +165,14 @@ class Search:
                 return
 
     def _between(self, low: float, high: float, width: float) -> float:
-        """Where to look next: just below and just above the rate that the service seems to lose its step at, by what it
-        completed when it did not keep up; that end of the bracket again which contradicts it, if it was not yet
-        repeated; else the middle."""
-        full = next(v for v in self._open_verdicts() if v.rate == high)
-        guess = corrected(full, full.measures.completion_rate) / self.settings.aim
+        """Where to look next: just below and just above the rate that the service seems to lose its step at, by what
+        all windows near it completed; that end of the bracket again which contradicts it, if it was not yet repeated;
+        else the middle."""
+        verdicts = self._open_verdicts()
+        mean = mean_knee([window for verdict in verdicts for window in verdict.windows])
+        full = next(verdict for verdict in verdicts if verdict.rate == high)
+        served = corrected(full, full.measures.completion_rate) if mean is None else mean.served
+        guess = served / self.settings.aim
         half = math.sqrt(1 + 0.95 * width)
         inside = [rate for rate in (guess / half, guess * half) if low * half < rate < high / half]
         again = [low] if guess / half <= low * half and self._count(low) < 2 else []
