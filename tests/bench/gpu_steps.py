@@ -27,6 +27,7 @@ Figures = dict[str, float]
 DECODE_BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 CONTEXT = 2048
 STEPS = 60
+SETTLE_SECONDS = 0.25  # prompts leave the SM clock a fifth lower, which takes 0.1 s to come back (LOG.md)
 BUSY_BATCHES = (1, 64, 256)
 
 
@@ -129,24 +130,28 @@ def _prefill_seconds(engine: Engine, count: int) -> float:
 
 
 def _decode(engine: Engine, name: str, batch: int, ceilings: Ceilings) -> Figures:
-    """One step's graph, replayed alone (device time), and the loop's own pace (wall clock) in a steady run."""
-    # The first to have their prompt decode beside the others' prefill, and must not end before the last replay.
+    """One step's graph, replayed alone (device time), and the loop's own pace (wall clock) in a steady run, when the
+    card has settled. Contexts grow in that run, so the graph is timed on either side of it."""
+    # The first to have their prompt decode beside the others' prefill, and must not end before the last step.
     beside_prefill = -(-batch * CONTEXT // engine.config.max_num_batched_tokens)
     for request in _requests(batch, beside_prefill + STEPS + 40):
         engine.submit(request)
     while engine.stats.generated_tokens == 0 or engine.stats.queued_requests or not _decoding(engine, batch):
         engine.step()
+    graph = _graph(engine, batch)
+    _settle(graph)
+    before = _seconds(graph.replay, 40)
     for _ in range(8):
         engine.step()
-    torch.cuda.synchronize()
+    # A step returns when the one before it has run, so these times are a step's end to a step's end: no start is in
+    # between them, nor is the queue ever empty.
     begin = time.perf_counter()
     for _ in range(STEPS):
         engine.step()
-    torch.cuda.synchronize()
     wall = (time.perf_counter() - begin) / STEPS
     if not _decoding(engine, batch):
         raise RuntimeError(f"not {batch} sequences to the end: the replayed graph would read another step's arrays")
-    device = _replay_seconds(engine, batch)
+    device = (before + _seconds(graph.replay, 40)) / 2
     while engine.has_work:
         engine.step()
     floor = decode_floor(engine.model.spec, batch, CONTEXT, ceilings)
@@ -166,12 +171,18 @@ def _decoding(engine: Engine, batch: int) -> bool:
     return plan is not None and len(plan[0].scheduled) == batch and plan[0].num_tokens == batch
 
 
-def _replay_seconds(engine: Engine, batch: int) -> float:
-    """The bucket's captured graph on the inputs of the last step, by events, median of many replays."""
+def _graph(engine: Engine, batch: int) -> torch.cuda.CUDAGraph:
+    """The bucket's captured graph: a replay runs on the inputs of the last step."""
     runner = engine.loop.runner
     assert isinstance(runner, CudaRunner)
-    graph = runner.graph_for(batch)
-    return _seconds(graph.replay, 40)
+    return runner.graph_for(batch)
+
+
+def _settle(graph: torch.cuda.CUDAGraph) -> None:
+    begin = time.perf_counter()
+    while time.perf_counter() - begin < SETTLE_SECONDS:
+        graph.replay()
+        torch.cuda.synchronize()
 
 
 def _seconds(call: object, repeats: int) -> float:
