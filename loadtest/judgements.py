@@ -107,7 +107,7 @@ class MachineSpeed(Judgement, frozen=True, kw_only=True):
 
 
 class Window(Judgement, frozen=True, kw_only=True):
-    """Of one level of an open loop: `arrivals` in it, `completed` in it whenever they arrived, `in_flight`: on average."""
+    """Of one level of an open loop. `arrivals` in it, `completed` in it whenever they arrived. `in_flight`: average."""
 
     rate: float
     seconds: float

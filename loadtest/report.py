@@ -296,10 +296,10 @@ def method(run: Run) -> list[str]:
         "That interval is of the windows that happened to lie at its ends, and on a machine that changes each finds it "
         "at another speed. The knee on average is of every window near it: one that falls behind tells what the "
         f"service could serve just then, one that keeps up that it could serve {share(classify.KEEPS_UP)} of what "
-        "arrived, or more, and how they differ, how well the mean is known (a censored log-normal sample, 95 % of its mean's "
-        f"posterior with flat priors, the upper end over {share(classify.KEEPS_UP)}, which a short queue may cost). In "
-        "simulation it holds the knee of machines that change by 3 to 10 % where the narrower one misses it in one run "
-        "of seven.",
+        "arrived, or more, and how they differ, how well the mean is known (a censored log-normal sample, 95 % of its "
+        f"mean's posterior with flat priors, the upper end over {share(classify.KEEPS_UP)}, which a short queue may "
+        "cost). In simulation it holds the knee of machines that change by 3 to 10 % where the narrower one misses it "
+        "in one run of seven.",
         "The machine's speed: a fixed piece of work, twice a second, by the clock of its own thread. A level's speed "
         "is the mean in its window over that in all, its error (±, one standard deviation) that of the means of ten "
         f"stretches of the window; from {share(UNSTEADY)} on the level is marked unsteady. Everything here is as "
