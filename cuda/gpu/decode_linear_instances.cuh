@@ -18,10 +18,10 @@ struct Claim {
 };
 constexpr int kMoreThanHalf = 116 * 1024;  // of sm_90's 227 KiB
 
-template <class Kernel>
-Claim claim_multiprocessor(Kernel kernel, int warps, int shared_bytes) {
+template <auto kernel>
+Claim claim_multiprocessor(int warps, int shared_bytes) {
   constexpr int kRegisters = 65536, kMostIdleWarps = 2;
-  static const int registers_a_warp = [&] {
+  static const int registers_a_warp = [] {
     cudaFuncAttributes attributes;
     check(cudaFuncGetAttributes(&attributes, kernel), "decode_linear");
     return 32 * ((attributes.numRegs + 7) / 8 * 8);
@@ -33,11 +33,11 @@ Claim claim_multiprocessor(Kernel kernel, int warps, int shared_bytes) {
 
 template <class T, class Sums, bool kDirect, class Weights, class Activations>
 void launch_kind(const LinearCall<Weights, Activations>& call) {
-  const auto kernel = linear_kernel<T, Sums, Weights, Activations, kDirect>;
+  constexpr auto kernel = linear_kernel<T, Sums, Weights, Activations, kDirect>;
   const Plan& plan = call.args.plan;
   const int warps = plan.consumer_warps() + Weights::kWarps + Activations::kWarps;
   Claim claim{32 * warps, plan.shared_bytes};
-  if constexpr (Weights::kTensorCopies) claim = claim_multiprocessor(kernel, warps, plan.shared_bytes);
+  if constexpr (Weights::kTensorCopies) claim = claim_multiprocessor<kernel>(warps, plan.shared_bytes);
   allow_shared_memory(reinterpret_cast<const void*>(kernel), claim.shared_bytes);
   launch_kernel("decode_linear", kernel,
                 {dim3(plan.grid), dim3(claim.threads), static_cast<size_t>(claim.shared_bytes), plan.cluster()},
