@@ -117,12 +117,16 @@ class Search:
         return best
 
     async def ladder(self, bound: float) -> None:
-        """From far below the bound to above it; further down or up if all of it fails or keeps up."""
+        """From far below the bound to above it; further down or up if all of it fails or keeps up. One rung far below
+        that is not kept up with does not end it: the machine may have been busy elsewhere for a short window, which
+        would send the whole search to rates that say nothing."""
         bound = GRID ** round(math.log(bound, GRID))
+        behind = 0
         for share in self.settings.ladder:
             window = self.settings.rung if share < LOW else None
             verdict = await self.run(self._open(Phase.LADDER, bound * share, window))
-            if not keeps_up(verdict) and share != self.settings.ladder[0]:
+            behind = 0 if keeps_up(verdict) else behind + 1
+            if behind > 1 or (behind and share >= LOW):
                 break
         await self.extend(bound)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import Counter
 from collections.abc import Callable
 from contextlib import AsyncExitStack
@@ -252,6 +253,34 @@ async def test_a_void_level_is_run_again_and_does_not_count() -> None:
     assert len(spoiled[0].levels) >= 2
     assert "late" in spoiled[0].void["9"]
     assert spoiled[0].level_class is not LevelClass.VOID
+
+
+@dataclass
+class Disturbed:
+    """A server that is four times slower at a rate's first level: something else had the machine."""
+
+    server: SteppingServer
+    rates: list[float]
+
+    async def run(self, plan: LevelPlan) -> LevelRows:
+        if plan.repeat or plan.rate not in self.rates:
+            return await self.server.run(plan)
+        slow = replace(self.server, base=4 * self.server.base, each=4 * self.server.each)
+        part = await slow.run(plan)
+        self.server.now, self.server.next_level = slow.now, slow.next_level
+        return part
+
+
+@pytest.mark.parametrize("disturbed", [1, 2])
+async def test_one_rung_far_below_that_falls_behind_does_not_end_the_ladder(disturbed: int) -> None:
+    server = stepping(queue=40)
+    bound = 1.1 ** round(math.log(server.capacity, 1.1))
+    shares = [0.3, 0.6, 0.7, 0.9, 1.2]
+    search = search_of(server, settings=replace(SETTINGS, ladder=tuple(shares)))
+    search.driver = Disturbed(server, [float(f"{bound * share:.4g}") for share in shares[1 : 1 + disturbed]])
+    await search.ladder(bound)
+    rates = [(verdict.rate or 0.0) / bound for verdict in in_order(search.verdicts.values())]
+    assert rates == pytest.approx(shares if disturbed == 1 else shares[:3], rel=1e-3)
 
 
 async def test_a_service_that_serves_nothing_ends_the_search() -> None:
