@@ -18,10 +18,12 @@ from loadtest.launch import Service
 from loadtest.orders import Entry, Manner, Order
 from loadtest.records import Arrival
 
+LOAD = 0.4  # of the closed loop's rate, beside a fault
 SHARE = 0.3  # of the window, after which the fault happens
 BEHIND = 0.5  # seconds in which a request has surely arrived
 GIANT_OUTPUT = 8
-BESIDE = 2  # times as long as alone a long prompt may take beside others, which get at most half of each step
+BESIDE = 2  # times as long as alone it may take beside others: they are LOAD of what the service can do, and of each
+# step a long prompt leaves them half at most
 BURST_HEIGHT = 10
 BURST_SECONDS = 2.0
 FROZEN_SECONDS = 3.0
@@ -35,9 +37,9 @@ LOST_ENGINE = frozenset({"ENGINE_DIED", "ENGINE_STALLED", "ENGINE_STARTING"})
 
 @dataclass
 class Scene:
-    """What a fault can reach. `alone`: seconds that a prompt which fills the context takes the idle service, where the
-    fault has one and it was served. `asked`: when the first request of another manner is sent, if there is one; `at`:
-    when the fault has happened (both CLOCK_MONOTONIC). `exit_code`: of a service that was told to end."""
+    """What a fault can reach. `alone`: seconds that what the fault adds to the load takes the idle service, where it
+    adds something and that was served. `asked`: when the first request of another manner is sent, if there is one;
+    `at`: when the fault has happened (both CLOCK_MONOTONIC). `exit_code`: of a service that was told to end."""
 
     service: Service
     context: int
@@ -49,7 +51,7 @@ class Scene:
 
     @property
     def longer(self) -> float:
-        """Seconds that everything may take longer for that request."""
+        """Seconds that everything may take longer for what is added."""
         return BESIDE * (self.alone or 0.0)
 
     async def until(self, order: Order, share: float) -> None:
@@ -82,10 +84,9 @@ def unchanged(scene: Scene, entries: list[Entry]) -> list[Entry]:
 class Fault:
     """`flags`: of `serve`. `allowed`: reasons (or codes) for which requests of any class may fail; by class in
     `allowed_of`. `ends`: the service is to end, with exit code 0. `recovers`: seconds in which a probe is to be served
-    as well as the TTFT limit asks for; None: it need not. `fills`: it sends a prompt that fills the context, which is
-    timed alone first: beside others it may take BESIDE times that, and they as much longer. `cut`: classes that may
-    still run when the level is cut off.
-    """
+    as well as the TTFT limit asks for; None: it need not. `adds`: requests beside the load, which are timed alone
+    first: beside it they may take BESIDE times that, and it as much longer. `cut`: classes that may still run when the
+    level is cut off."""
 
     name: str
     flags: tuple[str, ...] = ()
@@ -96,16 +97,19 @@ class Fault:
     allowed_of: dict[str, frozenset[str]] = field(default_factory=dict)
     ends: bool = False
     recovers: float | None = 5.0
-    fills: bool = False
+    adds: Change | None = None
     cut: frozenset[str] = frozenset()
 
     def stage(self, scene: Scene) -> Stage:
         def changed(entries: list[Entry]) -> list[Entry]:
-            found = self.change(scene, entries)
+            found = numbered([*self.change(scene, entries), *self.added(scene, entries)])
             scene.asked = min((entry.at for entry in found if entry.manner is not None), default=0.0)
             return found
 
         return Stage(change=changed, beside=lambda order: self.happen(scene, order))
+
+    def added(self, scene: Scene, entries: list[Entry]) -> list[Entry]:
+        return self.adds(scene, entries) if self.adds is not None and entries else []
 
     def within(self, scene: Scene) -> float | None:
         """Seconds in which a probe is to be served."""
@@ -175,9 +179,9 @@ def middle(entries: list[Entry]) -> float:
 
 
 def burst(scene: Scene, entries: list[Entry]) -> list[Entry]:
-    """Ten times the arrivals for two seconds."""
+    """Ten times the arrivals for two seconds: nine more of each."""
     begin = middle(entries)
-    added = [
+    return [
         msgspec.structs.replace(
             entry,
             at=entry.at + copy * BURST_SECONDS / BURST_HEIGHT / 10,
@@ -188,20 +192,13 @@ def burst(scene: Scene, entries: list[Entry]) -> list[Entry]:
         if begin <= entry.at < begin + BURST_SECONDS
         for copy in range(1, BURST_HEIGHT)
     ]
-    return numbered([*entries, *added])
 
 
 def giant(scene: Scene, entries: list[Entry]) -> list[Entry]:
     """One prompt that fills the context."""
-    length = giant_length(scene)
+    length = scene.context - GIANT_OUTPUT - 1
     arrival = Arrival(at=0.0, kind="long-prompt", seed=1, prompt_tokens=length, output_tokens=GIANT_OUTPUT)
-    entry = Entry(index=0, at=middle(entries), arrival=arrival, manner=Manner(kind="giant"))
-    return numbered([*entries, entry])
-
-
-def giant_length(scene: Scene) -> int:
-    """Tokens of its prompt."""
-    return scene.context - GIANT_OUTPUT - 1
+    return [Entry(index=0, at=middle(entries), arrival=arrival, manner=Manner(kind="giant"))]
 
 
 def every(share: int, manner: Callable[[int], Manner]) -> Change:
@@ -257,8 +254,8 @@ FAULTS = (
         ends=True,
         recovers=None,
     ),
-    Fault(name="burst", change=burst, allowed=OVERLOAD),
-    Fault(name="giant-prompt", change=giant, fills=True),
+    Fault(name="burst", adds=burst, allowed=OVERLOAD),
+    Fault(name="giant-prompt", adds=giant),
     Fault(name="cancel-storm", change=every(2, lambda index: Manner(cancel_after=1 + index % 6, kind="cancelling"))),
     Fault(name="slow-readers", change=every(3, slow_reader), cut=frozenset({"deaf"})),
     Fault(name="prefix-flip", mix="shared-prefix", change=flip),

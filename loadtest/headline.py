@@ -133,7 +133,7 @@ def _beyond_tile(reading: Reading) -> Tile:
     measures = beyond.measures
     known = reading.summary.measures
     kept, best = (known.get(f"{name}_share_at_{beyond.multiple:g}") for name in ("goodput", "best_goodput"))
-    notes = [f"{share(kept)} of the peak goodput (as measured, {share(best)} of the best level's)"]
+    notes = [f"{share(kept)} of the peak goodput ({share(best)} of the best level's)"]
     if measures.ttft is not None:
         notes.append(f"accepted: TTFT p99 {seconds(measures.ttft.p99.value)}")
     if measures.refusal is not None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import operator
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,9 +10,9 @@ from dataclasses import dataclass
 from msgspec.structs import replace
 
 from loadtest.classify import KEEPS_UP, grade, luck
-from loadtest.judgements import Interval, LevelClass, Measures, Score, Summary, Verdict
+from loadtest.judgements import Interval, LevelClass, MeanKnee, Measures, Score, Summary, Verdict
 from loadtest.machine import Machine
-from loadtest.mean_knee import mean_knee
+from loadtest.mean_knee import TYPICAL, mean_knee
 from loadtest.measure import LevelRows
 from loadtest.records import Hypothesis, Limits, Phase, Run
 from loadtest.usl import fit
@@ -111,7 +110,7 @@ def summarize(
         usl=fit([(v.concurrency, v.measures.completion_rate) for v in verdicts if v.concurrency is not None]),
         notes=list(notes),
         corrected_knee=corrected_knee_of(sweep),
-        mean_knee=mean_knee([window for verdict in sweep for window in verdict.windows]),
+        mean_knee=mean_knee_of(sweep),
     )
 
 
@@ -141,6 +140,10 @@ def corrected_knee_of(sweep: Sequence[Verdict]) -> Interval | None:
     return knee_of([replace(verdict, rate=corrected(verdict, verdict.rate or 0.0), machine=None) for verdict in sweep])
 
 
+def mean_knee_of(sweep: Sequence[Verdict]) -> MeanKnee | None:
+    return mean_knee([window for verdict in sweep for window in verdict.windows])
+
+
 def slo_of(sweep: Sequence[Verdict]) -> Interval | None:
     """From what the highest rate that meets the limits promises to the lowest that does not meet them."""
     found = bracket(sweep, meets_limits)
@@ -162,8 +165,11 @@ def measures_of(sweep: Sequence[Verdict], verdicts: Sequence[Verdict], knee: Int
     gaps = [v.measures.little_gap for v in keeping if v.measures.little_gap is not None]
     if gaps:
         found["little_gap"] = max(gaps)
+    mean = mean_knee_of(sweep)
+    scatter = None if mean is None else mean.scatter
     for multiple in {verdict.multiple for verdict in sweep if verdict.multiple is not None}:
-        found |= _beyond([v for v in verdicts if v.multiple == multiple], peak_of(sweep), found["best_goodput"])
+        beyond = [verdict for verdict in verdicts if verdict.multiple == multiple]
+        found |= _beyond(beyond, peak_of(sweep), found["best_goodput"], scatter)
     for verdict in verdicts:
         found |= _special(verdict)
     speeds = [verdict.machine for verdict in verdicts if verdict.machine is not None]
@@ -183,25 +189,16 @@ def corrected(verdict: Verdict, rate: float) -> float:
 
 @dataclass(frozen=True)
 class Goodput:
-    """Requests/s in the windows of some groups together, over the machine's speed. `raw`: as measured. `error`: of
-    the speed, relative; None where it is not known."""
+    """Requests/s in the windows of some groups together, `seconds` long in all."""
 
     value: float
-    raw: float
-    error: float | None
+    seconds: float
 
     @classmethod
     def of(cls, verdicts: Sequence[Verdict]) -> Goodput:
-        whole = sum(verdict.measures.seconds for verdict in verdicts)
-        shares = [verdict.measures.seconds / whole for verdict in verdicts]
-        rates = [served_goodput(verdict.measures) for verdict in verdicts]
-        fair = [corrected(verdict, rate) for verdict, rate in zip(verdicts, rates, strict=True)]
-        errors = [verdict.machine.error for verdict in verdicts if verdict.machine is not None]
-        return cls(
-            value=sum(map(operator.mul, shares, fair)),
-            raw=sum(map(operator.mul, shares, rates)),
-            error=math.hypot(*map(operator.mul, shares, errors)) if len(errors) == len(verdicts) else None,
-        )
+        seconds = sum(verdict.measures.seconds for verdict in verdicts)
+        served = sum(served_goodput(verdict.measures) * verdict.measures.seconds for verdict in verdicts)
+        return cls(value=served / seconds, seconds=seconds)
 
 
 def peak_of(sweep: Sequence[Verdict]) -> Goodput:
@@ -217,18 +214,19 @@ def peak_of(sweep: Sequence[Verdict]) -> Goodput:
     return max((Goodput.of(group) for group in groups if group), key=lambda goodput: goodput.value)
 
 
-def _beyond(verdicts: Sequence[Verdict], peak: Goodput, best: float) -> dict[str, float]:
-    """verdicts: of one multiple of the knee, the level before recovery among them. `best_goodput_share`: uncorrected,
-    of the best of all levels."""
+def _beyond(verdicts: Sequence[Verdict], peak: Goodput, best: float, scatter: float | None) -> dict[str, float]:
+    """verdicts: of one multiple of the knee, the level before recovery among them. best: goodput of the best level.
+    scatter: of windows of one service, as of `MeanKnee`."""
     suffix, goodput = f"_at_{verdicts[0].multiple:g}", Goodput.of(verdicts)
     share = goodput.value / peak.value if peak.value else 0.0
     found = {
         f"goodput_share{suffix}": share,
-        f"best_goodput_share{suffix}": goodput.raw / best if best else 0.0,
+        f"best_goodput_share{suffix}": goodput.value / best if best else 0.0,
         f"failed{suffix}": sum(verdict.measures.failed for verdict in verdicts),
     }
-    if goodput.error is not None and peak.error is not None:
-        found[f"goodput_share{suffix}_error"] = share * math.hypot(goodput.error, peak.error)
+    if scatter is not None:
+        windows = TYPICAL / goodput.seconds + TYPICAL / peak.seconds
+        found[f"goodput_share{suffix}_error"] = share * scatter * math.sqrt(windows)
     for name in ("ttft", "refusal"):
         times = [getattr(verdict.measures, name) for verdict in verdicts]
         if known := [time.p99.value for time in times if time is not None]:

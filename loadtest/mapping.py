@@ -38,7 +38,7 @@ def hypotheses(limits: Limits) -> list[Hypothesis]:
         ("goodput", "At 3 x the knee goodput is at least 95 % of its peak", "goodput_share_at_3", ">=", 0.95),
         (
             "goodput-best",
-            "The same uncorrected, and of the best of all levels instead of the peak",
+            "The same of the best of all levels instead of the peak",
             "best_goodput_share_at_3",
             ">=",
             0.95,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import random
 import statistics
 import time
 from collections import Counter, defaultdict
@@ -14,34 +13,33 @@ from typing import Any
 from grpc import aio
 
 from loadtest.classify import classify
-from loadtest.drive import ServiceDriver
+from loadtest.drive import ServiceDriver, schedule_of
 from loadtest.ending import CHANNEL_OPTIONS
-from loadtest.faults import BESIDE, FAULTS, GIANT_OUTPUT, Fault, Scene, giant_length
-from loadtest.fleet import FleetError
+from loadtest.faults import BESIDE, FAULTS, LOAD, Fault, Scene
+from loadtest.fleet import FleetError, entries_of
 from loadtest.judgements import FaultCell, LevelClass
 from loadtest.launch import LaunchError
 from loadtest.mapping import judge
 from loadtest.measure import LevelRows, distribution, measure
-from loadtest.mix import mix_of
+from loadtest.mix import RequestBuilder, mix_of
 from loadtest.plan import LevelPlan
 from loadtest.progress import RunProgress
-from loadtest.records import Fingerprint, Hypothesis, Limits, Outcome, Phase, RequestRow, RunKind
+from loadtest.records import Arrival, Fingerprint, Hypothesis, Limits, Outcome, Phase, RequestRow, RunKind
 from loadtest.result import Result
 from loadtest.session import Record, SessionOptions, machine_of, session, until_interrupted
 from loadtest.target import RECOVERED, TargetError, time_alone, until_recovered, until_served
 from octavo.v1 import capacity_pb2, capacity_pb2_grpc
 
-CALIBRATE_SECONDS = 6.0
+CALIBRATE_SECONDS = 12.0
 CALIBRATE_CONCURRENCY = 8
-LOAD = 0.4  # of the closed loop's rate
 WARM_UP = 2.0
 DRAIN_LIMIT = 30.0
-ALONE_LIMIT = 600.0  # for a prompt that fills the context
+ALONE_LIMIT = 600.0  # for what a fault adds
 REST_SECONDS = 15.0  # that a fault takes beside its start and its level, until one is over
 EMPTY_SECONDS = 3.0
 ITSELF_SECONDS = 5.0  # after the last request
 ITSELF = f"a probe is as fast as before, {ITSELF_SECONDS:g} s after it all"
-ALONE = "an idle service serves a prompt that fills the context"
+ALONE = "an idle service serves what is added"
 HYPOTHESES = (
     Hypothesis(id="holds", text="All that has to hold does", measure="cells_broken", relation="==", bound=0.0),
     Hypothesis(id="no-hang", text="Nothing hangs", measure="cells_hung", relation="==", bound=0.0),
@@ -91,16 +89,16 @@ class Matrix:
             if self.rate is None:
                 self.rate = await self.calibrate(driver, [each] * (left + 1))
             scene = Scene(service, opened.target.max_context_tokens)
-            if fault.fills:
-                self.progress.doing("a prompt that fills the context, alone", each, [each] * (left + 1))
-                scene.alone = await alone(scene, driver)
-            plan = self.plan(
-                Phase.FAULT,
-                rate=self.rate,
-                label=fault.name,
-                drain_limit=DRAIN_LIMIT + scene.longer,
-                parameters={} if scene.alone is None else {"alone_seconds": round(scene.alone, 3)},
-            )
+            plan = self.plan(Phase.FAULT, rate=self.rate, label=fault.name)
+            if fault.adds is not None:
+                self.progress.doing(f"what {fault.name} adds, alone", each, [each] * (left + 1))
+                added = fault.added(scene, entries_of(schedule_of(plan, mix), 0.0))
+                scene.alone = await alone(driver, scene.context, [entry.arrival for entry in added])
+                plan = replace(
+                    plan,
+                    drain_limit=DRAIN_LIMIT + scene.longer,
+                    parameters={} if scene.alone is None else {"alone_seconds": round(scene.alone, 3)},
+                )
             self.progress.on_plan(plan, [scene.alone or 0.0, *[each] * left])
             watch = asyncio.create_task(self.recovery(scene, driver, fault))
             part = await driver.run(plan, fault.stage(scene))
@@ -170,13 +168,15 @@ async def after(fault: Fault, scene: Scene, driver: ServiceDriver, recovery: flo
         code = scene.exit_code
         return {"the service ends with exit code 0": "" if code == 0 else f"its exit code is {code}"}
     found = {"the service lives": "" if scene.service.process.returncode is None else "its process has ended"}
-    if fault.fills:
+    if fault.adds is not None:
         found[ALONE] = "" if scene.alone is not None else f"it did not within {ALONE_LIMIT:g} s"
     within = fault.within(scene)
     if within is not None:
         late = recovery is None or recovery > within
         wrong = "" if not late else "no probe was" if recovery is None else f"it took {recovery:.1f} s"
-        sums = "" if scene.alone is None else f" ({fault.recovers:g} + {BESIDE} x {scene.alone:.1f}, that prompt alone)"
+        sums = (
+            "" if scene.alone is None else f" ({fault.recovers:g} + {BESIDE} x {scene.alone:.1f}, what is added, alone)"
+        )
         found[f"a probe is served within {within:.4g} s{sums}"] = wrong
     if not found["the service lives"]:
         found["nothing is held when all is over"] = await held(driver.address)
@@ -184,10 +184,12 @@ async def after(fault: Fault, scene: Scene, driver: ServiceDriver, recovery: flo
     return found
 
 
-async def alone(scene: Scene, driver: ServiceDriver) -> float | None:
-    """Seconds for a prompt that fills the context, of a service that does nothing else."""
-    ids = random.Random(2).choices(driver.vocabulary, k=giant_length(scene))
-    return await time_alone(driver.address, ids, GIANT_OUTPUT, ALONE_LIMIT)
+async def alone(driver: ServiceDriver, context: int, arrivals: Sequence[Arrival]) -> float | None:
+    """Seconds for these requests, all at once, of a service that does nothing else."""
+    if not arrivals:
+        return 0.0
+    builder = RequestBuilder(driver.vocabulary, context)
+    return await time_alone(driver.address, [builder.build(arrival) for arrival in arrivals], ALONE_LIMIT)
 
 
 async def slower(driver: ServiceDriver) -> str:

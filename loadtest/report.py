@@ -303,16 +303,17 @@ def method(run: Run) -> list[str]:
         "The machine's speed: a fixed piece of work, twice a second, by the clock of its own thread. A level's speed "
         "is the mean in its window over that in all, its error (±, one standard deviation) that of the means of ten "
         f"stretches of the window; from {share(UNSTEADY)} on the level is marked unsteady. Everything here is as "
-        "measured but for what says that it is over the machine's speed: the goodput hypothesis, a second knee, and "
-        "two doubts. A level that fell behind by no more than the machine was slower just then cannot tell, and a knee "
-        "begins at its rate over the machine's speed if that was surely above the mean. A level cannot tell, either, "
-        f"that only luck lets keep up, if its window is so short that luck is more than {share(classify.MOST_LUCK)}. "
-        "Where levels contradict each other, the search repeats them while there is time.",
+        "measured but for what says that it is over the machine's speed: a second knee, and two doubts. A level that "
+        "fell behind by no more than the machine was slower just then cannot tell, and a knee begins at its rate over "
+        "the machine's speed if that was surely above the mean. A level cannot tell, either, that only luck lets keep "
+        f"up, if its window is so short that luck is more than {share(classify.MOST_LUCK)}. Where levels contradict "
+        "each other, the search repeats them while there is time. Beside an overload the reference says little of the "
+        "service, so goodput there and the knee on average do without it.",
         "Goodput beyond the knee is judged against its peak: at the highest rate that is kept up with, all repeats "
         f"together, or in all levels from {FULL[0]:g} to {FULL[1]:g} times it, if that is more; the level before "
-        "recovery counts with the one of its rate; all over the "
-        "machine's speed. The best of all levels is the luckiest one, and the luckier the more levels there are; "
-        "against it, uncorrected, stands a hypothesis of its own.",
+        "recovery counts with the one of its rate. Its error (±, one standard deviation) is what windows of such a "
+        "length differ by, as those near the knee do. The best of all levels is the luckiest one, and the luckier the "
+        "more levels there are; against it stands a hypothesis of its own.",
         f"A level is voided when the client was the bottleneck: sends later than {seconds(classify.LATENESS)} (p99) "
         f"or {share(classify.LATENESS_SHARE)} of the mean gap, whichever is more; a client process above "
         f"{share(classify.CLIENT_CPU)} of a core; requests that the client could not send.",

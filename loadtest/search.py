@@ -15,10 +15,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from loadtest.classify import grade
-from loadtest.judge import Bracket, bracket, contradictions, corrected, in_order, keeps_up, knee_of, meets_limits
+from loadtest.judge import (
+    Bracket,
+    bracket,
+    contradictions,
+    in_order,
+    keeps_up,
+    knee_of,
+    mean_knee_of,
+    meets_limits,
+)
 from loadtest.judgements import LevelClass, Verdict
 from loadtest.machine import Machine
-from loadtest.mean_knee import mean_knee
 from loadtest.measure import LevelRows
 from loadtest.plan import Driver, LevelPlan
 from loadtest.records import Arrival, ArrivalProcess, Limits, Phase
@@ -173,9 +181,9 @@ class Search:
         all windows near it completed; that end of the bracket again which contradicts it, if it was not yet repeated;
         else the middle."""
         verdicts = self._open_verdicts()
-        mean = mean_knee([window for verdict in verdicts for window in verdict.windows])
+        mean = mean_knee_of(verdicts)
         full = next(verdict for verdict in verdicts if verdict.rate == high)
-        served = corrected(full, full.measures.completion_rate) if mean is None else mean.served
+        served = full.measures.completion_rate if mean is None else mean.served
         guess = served / self.settings.aim
         half = math.sqrt(1 + 0.95 * width)
         inside = [rate for rate in (guess / half, guess * half) if low * half < rate < high / half]

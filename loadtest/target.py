@@ -89,36 +89,44 @@ async def vocabulary(address: str) -> list[int]:
 
 async def probe(channel: aio.Channel, ids: Sequence[int]) -> float | None:
     """Time to the first token of a small request; None if it was refused, failed or took too long."""
-    return await _time_to_token(1, channel, ids, 2, PROBE_SECONDS)
-
-
-async def time_alone(address: str, ids: Sequence[int], tokens: int, limit: float) -> float | None:
-    """Time to the last of `tokens` tokens behind that prompt; None if it was refused, failed or took longer than
-    `limit`."""
-    async with aio.insecure_channel(address, CHANNEL_OPTIONS) as channel:
-        return await _time_to_token(tokens, channel, ids, tokens, limit)
-
-
-async def _time_to_token(
-    count: int, channel: aio.Channel, ids: Sequence[int], tokens: int, limit: float
-) -> float | None:
-    """Until `count` of a request's `tokens` tokens are there. The prefix cache knows nothing of it."""
     stub: Any = generation_pb2_grpc.GenerationServiceStub(channel)
     start = generation_pb2.StartGeneration(
         token_ids=generation_pb2.TokenIds(ids=ids),
-        stop=generation_pb2.StopCriteria(max_tokens=tokens, ignore_eos=True),
+        stop=generation_pb2.StopCriteria(max_tokens=2, ignore_eos=True),
         sampling=generation_pb2.SamplingParameters(temperature=0.0),
         cache=generation_pb2.CacheOptions(bypass=True),
     )
-    begin, received = time.monotonic(), 0
+    begin = time.monotonic()
     try:
-        async for response in stub.GenerateStream(generation_pb2.GenerateStreamRequest(start=start), timeout=limit):
-            received += sum(event.delta.token_count for event in response.events)
-            if received >= count:
+        async for response in stub.GenerateStream(
+            generation_pb2.GenerateStreamRequest(start=start), timeout=PROBE_SECONDS
+        ):
+            if any(event.delta.token_count for event in response.events):
                 return time.monotonic() - begin
     except aio.AioRpcError:
         pass
     return None
+
+
+async def time_alone(address: str, starts: Sequence[generation_pb2.StartGeneration], limit: float) -> float | None:
+    """Seconds until all of these requests, sent at once, have ended; None unless one completed. The prefix cache knows
+    nothing of them. limit: of each."""
+    begin = time.monotonic()
+    async with aio.insecure_channel(address, CHANNEL_OPTIONS) as channel:
+        completed = await asyncio.gather(*(_completes(channel, start, limit) for start in starts))
+    return time.monotonic() - begin if any(completed) else None
+
+
+async def _completes(channel: aio.Channel, start: generation_pb2.StartGeneration, limit: float) -> bool:
+    stub: Any = generation_pb2_grpc.GenerationServiceStub(channel)
+    start.cache.bypass = True
+    events: list[generation_pb2.GenerationEvent] = []
+    try:
+        async for response in stub.GenerateStream(generation_pb2.GenerateStreamRequest(start=start), timeout=limit):
+            events = response.events or events
+    except aio.AioRpcError:
+        return False
+    return bool(events) and events[-1].HasField("finished")
 
 
 async def until_recovered(address: str, ids: Sequence[int], floor: float, since: float, limit: float) -> float | None:

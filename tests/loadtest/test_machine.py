@@ -17,8 +17,9 @@ from loadtest.__main__ import app
 from loadtest.compare import Comparison, Finding, compare
 from loadtest.comparing import machine_line, page_of, sentence
 from loadtest.judge import measures_of, peak_of
-from loadtest.judgements import LevelClass, MachineSpeed, Verdict
+from loadtest.judgements import LevelClass, MachineSpeed, Verdict, Window
 from loadtest.machine import Machine
+from loadtest.mean_knee import TYPICAL, mean_knee
 from loadtest.measure import measure
 from loadtest.notes import machine_notes
 from loadtest.quantity import share
@@ -144,7 +145,7 @@ MAP = Settings(
     warm_up=4.0,
     window=16.0,
     beyond=16.0,
-    ladder=(0.5, 0.9, 1.1, 1.3),
+    ladder=(0.5, 0.87, 0.93, 1.1, 1.3),
     repeats=1,
     multiples=(1.2, 1.5, 3.0),
     slo_levels=0,
@@ -153,27 +154,28 @@ MAP = Settings(
 )
 
 
-async def mapped(folder: Path, seed: int, refusal: float = 0.0) -> Reading:
-    return Reading(await synthetic_map(folder, server(Drift(seed), refusal=refusal), settings=MAP))
+async def mapped(folder: Path, machine: Drift, refusal: float = 0.0) -> Reading:
+    return Reading(await synthetic_map(folder, server(machine, refusal=refusal), settings=MAP))
 
 
 @pytest.mark.parametrize("seed", [1, 2])
 async def test_goodput_holds_while_the_machine_drifts(tmp_path: Path, seed: int) -> None:
-    measures = (await mapped(tmp_path / "map", seed)).summary.measures
-    assert 0.96 < measures["goodput_share_at_3"] < 1.04
+    measures = (await mapped(tmp_path / "map", Drift(seed))).summary.measures
+    error = measures["goodput_share_at_3_error"]
+    assert abs(measures["goodput_share_at_3"] - 1.0) < 2 * error
     assert measures["machine_fastest"] - measures["machine_slowest"] > BY
-    assert 0.002 < measures["goodput_share_at_3_error"] < 0.05
+    assert 0.01 < error < 0.1
 
 
-async def test_goodput_that_really_falls_is_told_while_the_machine_drifts(tmp_path: Path) -> None:
+async def test_goodput_that_really_falls_is_told(tmp_path: Path) -> None:
     """At 3 times the knee some 45 requests a second are refused, which is nearly a tenth of the time, and at the peak
-    some are, too: 0.93 is left, give or take the error that is told with it."""
+    some are, too: 0.93 is left, give or take what lengths of requests differ by, on a machine that does not drift."""
     shares = []
     for seed in range(1, 5):
-        measures = (await mapped(tmp_path / str(seed), seed, refusal=0.1 / 50)).summary.measures
+        measures = (await mapped(tmp_path / str(seed), Drift(seed, STEADY), refusal=0.1 / 50)).summary.measures
         shares.append(measures["goodput_share_at_3"])
-        lengths = 0.35 / 400**0.5  # of requests, of a window that completes 400: luck that no speed explains
-        assert abs(shares[-1] - 0.93) < 2 * math.hypot(lengths, measures["goodput_share_at_3_error"])
+        lengths = 0.35 / 400**0.5  # of requests, of a window that completes 400
+        assert abs(shares[-1] - 0.93) < 2 * math.sqrt(2) * lengths
     assert 0.85 < statistics.median(shares) < 0.95
 
 
@@ -214,12 +216,23 @@ def test_a_fall_right_behind_the_knee_is_not_hidden_by_what_lies_beyond_it() -> 
     assert measures_of(sweep, sweep, None)["goodput_share_at_3"] == pytest.approx(40 / 45)
 
 
-def test_goodput_is_over_the_machines_speed_and_the_raw_figure_stands_beside() -> None:
+def test_goodput_is_as_measured_whatever_the_reference_says_and_its_error_that_of_windows_like_it() -> None:
+    """A reference that runs beside an overload says little of it: over it, three maps of one service on cores that
+    drift by 4 % differed more than without (6.3 and 4.9 %, 26 saturated levels)."""
     sweep = [verdict(45, 45, KEEPS, 1.05), verdict(135, 40, FULL, 0.96, multiple=3.0)]
+    assert "goodput_share_at_3_error" not in measures_of(sweep, sweep, None)
+    windows = [
+        Window(rate=rate, seconds=60.0, arrivals=round(60 * rate), completed=round(60 * served), in_flight=4.0)
+        for rate, served in ((43.0, 43.0), (46.0, 43.5), (46.0, 44.5), (46.5, 45.0))
+    ]
+    sweep[0] = msgspec.structs.replace(sweep[0], windows=windows)
+    mean = mean_knee(windows)
+    assert mean is not None
     measures = measures_of(sweep, sweep, None)
-    assert measures["goodput_share_at_3"] == pytest.approx(40 / 0.96 / (45 / 1.05))
-    assert measures["goodput_share_at_3_error"] == pytest.approx(measures["goodput_share_at_3"] * 0.01 * 2**0.5)
-    assert measures["best_goodput_share_at_3"] == pytest.approx(40 / 45)
+    assert measures["goodput_share_at_3"] == pytest.approx(40 / 45)
+    seconds = sweep[0].measures.seconds
+    error = mean.scatter * math.sqrt(2 * TYPICAL / seconds)
+    assert measures["goodput_share_at_3_error"] == pytest.approx(40 / 45 * error)
 
 
 def test_the_overload_before_recovery_is_one_more_window_at_its_rate() -> None:
@@ -229,8 +242,6 @@ def test_the_overload_before_recovery_is_one_more_window_at_its_rate() -> None:
     measures = measures_of(sweep, [*sweep, back], None)
     assert measures["goodput_share_at_3"] == pytest.approx(41 / 45)
     assert measures["best_goodput_share_at_3"] == pytest.approx(41 / 45)
-    error = math.hypot(0.01, 0.01 / 2**0.5)  # of two windows it is less
-    assert measures["goodput_share_at_3_error"] == pytest.approx(41 / 45 * error)
 
 
 # --- comparisons -----------------------------------------------------------------------------------------------------

@@ -15,18 +15,19 @@ from rich.console import Console
 
 from loadtest import matrix
 from loadtest.drive import Stage
-from loadtest.faults import BEHIND, FAULTS, GIANT_OUTPUT, Fault, Scene
+from loadtest.faults import BEHIND, BURST_HEIGHT, FAULTS, GIANT_OUTPUT, Fault, Scene
 from loadtest.fleet import entries_of
 from loadtest.judgements import FaultCell
 from loadtest.matrix import ALONE, DRAIN_LIMIT, ITSELF, REST_SECONDS, WARM_UP, Matrix
 from loadtest.measure import LevelRows
-from loadtest.mix import SHORT, deal
+from loadtest.mix import SHORT, RequestBuilder, deal
 from loadtest.orders import Order
 from loadtest.plan import LevelPlan
 from loadtest.progress import RunProgress
-from loadtest.records import Limits, RunKind
+from loadtest.records import Arrival, Limits, RunKind
 from loadtest.session import Record, SessionOptions
 from loadtest.target import time_alone
+from octavo.v1.generation_pb2 import StartGeneration
 from tests.loadtest.known_server import Behaviour
 from tests.loadtest.playing import IDS, known_service, level_of
 from tests.loadtest.synthetic import run_record
@@ -47,7 +48,8 @@ def order_at(begin: float, seconds: float = 10.0) -> Order:
 
 
 class Script:
-    """What becomes of a matrix whose prompts take `alone` seconds and whose probes are served after `recovery`."""
+    """What becomes of a matrix in which what faults add takes `alone` seconds and probes are served after `recovery`.
+    `timed`: prompts' lengths."""
 
     def __init__(self, alone: float | None, recovery: float | None, folder: Path) -> None:
         self.alone, self.recovery = alone, recovery
@@ -73,8 +75,8 @@ class Script:
         await stage.beside(order)
         return LevelRows(level_of(0.0, 12.0, 1.0), [])
 
-    async def time_alone(self, address: str, ids: list[int], tokens: int, limit: float) -> float | None:
-        self.timed.append(len(ids) + tokens)
+    async def time_alone(self, address: str, starts: list[StartGeneration], limit: float) -> float | None:
+        self.timed += [len(start.token_ids.ids) for start in starts]
         return self.alone
 
     async def until_served(self, address: str, ids: list[int], ttft: float, since: float, limit: float) -> float | None:
@@ -101,24 +103,42 @@ class Script:
         return found
 
 
+@pytest.mark.parametrize("name", ["giant-prompt", "burst"])
 @pytest.mark.parametrize(
     ("recovery", "problem"), [(80.0, ""), (83.1, "it took 83.1 s"), (170.0, "no probe was"), (None, "no probe was")]
 )
-async def test_beside_a_prompt_that_fills_the_context_a_service_has_the_time_that_its_machine_needs(
-    recovery: float | None, problem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+async def test_with_what_a_fault_adds_a_service_has_the_time_that_its_machine_needs(
+    name: str, recovery: float | None, problem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The prompt takes 39 s alone, so twice that beside others, and a probe 5 s more."""
+    """It takes 39 s alone, so twice that beside others, and a probe 5 s more."""
     script = Script(39.0, recovery, tmp_path)
-    found = await script.shared("giant-prompt", monkeypatch)
-    assert script.timed == [CONTEXT - 1]
-    assert found["a probe is served within 83 s (5 + 2 x 39.0, that prompt alone)"] == problem
+    found = await script.shared(name, monkeypatch)
+    assert found["a probe is served within 83 s (5 + 2 x 39.0, what is added, alone)"] == problem
     assert [text for text, wrong in found.items() if wrong] == ([] if not problem else [list(found)[2]])
     (plan,) = script.plans
     assert plan.drain_limit == DRAIN_LIMIT + 78.0
     assert plan.parameters == {"alone_seconds": 39.0}
 
 
-async def test_a_service_that_does_not_serve_that_prompt_alone_is_told_so(
+async def test_a_prompt_that_fills_the_context_is_timed_and_so_is_a_whole_burst(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    giant, burst = Script(1.0, 1.0, tmp_path), Script(1.0, 1.0, tmp_path)
+    await giant.shared("giant-prompt", monkeypatch)
+    await burst.shared("burst", monkeypatch)
+    assert giant.timed == [CONTEXT - GIANT_OUTPUT - 1]
+    assert len(burst.timed) in ((BURST_HEIGHT - 1) * count for count in (1, 2, 3))  # of a request/s for two seconds
+
+
+async def test_a_burst_of_nothing_takes_no_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = Script(None, 1.0, tmp_path)
+    script.matrix.rate = 0.01  # no arrival in ten seconds
+    found = await script.shared("burst", monkeypatch)
+    assert script.timed == []
+    assert found["a probe is served within 5 s (5 + 2 x 0.0, what is added, alone)"] == ""
+
+
+async def test_a_service_that_does_not_serve_what_is_added_alone_is_told_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = await Script(None, 4.0, tmp_path).shared("giant-prompt", monkeypatch)
@@ -128,7 +148,7 @@ async def test_a_service_that_does_not_serve_that_prompt_alone_is_told_so(
 
 async def test_other_faults_have_their_own_bounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script = Script(39.0, 4.0, tmp_path)
-    found = await script.shared("burst", monkeypatch)
+    found = await script.shared("prefix-flip", monkeypatch)
     assert (script.timed, script.plans[0].drain_limit) == ([], DRAIN_LIMIT)
     assert set(found) == {
         "the service lives",
@@ -164,9 +184,12 @@ async def test_a_matrix_says_how_long_it_will_take(tmp_path: Path, monkeypatch: 
     assert "faults: 1, about 0.5 min" in script.said.getvalue()
 
 
-async def test_a_request_is_timed_to_its_last_token() -> None:
+async def test_requests_are_timed_until_the_last_has_ended() -> None:
+    builder = RequestBuilder(IDS, 1024)
+    starts = [builder.build(Arrival(at=0.0, kind="short", seed=1, prompt_tokens=8, output_tokens=n)) for n in (2, 8)]
     async with known_service(Behaviour(mode="step", base=0.05)) as service:
-        took = await time_alone(service.address, IDS, GIANT_OUTPUT, 30.0)
+        took = await time_alone(service.address, starts, 30.0)
         assert took is not None
-        assert took >= 0.05 * (GIANT_OUTPUT - 1)
-        assert await time_alone(service.address, IDS, GIANT_OUTPUT, 0.1) is None
+        assert 0.05 * 7 <= took < 30.0
+        assert all(start.cache.bypass for start in starts)
+        assert await time_alone(service.address, starts, 0.01) is None
