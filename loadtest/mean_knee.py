@@ -33,6 +33,7 @@ _LOG_TAIL = np.log([0.5 * math.erfc(z / math.sqrt(2)) for z in _Z])  # of the no
 
 def mean_knee(windows: Sequence[Window]) -> MeanKnee | None:
     """windows: of open loops that count. None unless of those near the knee some keep up and some do not."""
+    windows = [window for window in windows if window.arrivals and window.completed]
     behind = sorted((window for window in windows if window.share < KEEPS_UP), key=lambda window: window.rate)
     if not behind:
         return None

@@ -7,6 +7,7 @@ import random
 import statistics
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from loadtest.classify import KEEPS_UP
@@ -69,6 +70,15 @@ def test_short_windows_count_for_less() -> None:
     long = [window(0.9, 1.0), *(window(1.15, could) for could in (0.97, 1.0, 1.01, 0.99))]
     low, same = found([*long, window(1.15, 0.9, 5.0)]), found([*long, window(1.15, 0.9)])
     assert same.served < low.served < found(long).served
+
+
+def test_a_window_in_which_nothing_completes_or_arrives_tells_nothing() -> None:
+    """The service hung or was gone; that is a finding of its own."""
+    windows = [window(0.9, 1.0), window(1.02, 0.98), window(1.04, 0.99), window(1.03, 0.97)]
+    hung = window(1.01, 0.0)
+    idle = msgspec.structs.replace(window(1.01, 1.0), arrivals=0)
+    assert found([*windows, hung, idle]) == found(windows)
+    assert mean_knee([hung]) is None
 
 
 def test_there_is_none_unless_some_keep_up_and_some_do_not() -> None:
