@@ -396,6 +396,9 @@ def show(result: Result, summary: Summary) -> None:
         console.print(f"knee: {knee.low:.4g} to {knee.high:.4g} requests/s ({knee.width:.1%} wide)", highlight=False)
     else:
         console.print("knee: not bracketed", highlight=False)
+    if (mean := summary.mean_knee) is not None:
+        windows = f"windows of a minute differ by {mean.scatter:.1%}"
+        console.print(f"on average: {mean.low:.4g} to {mean.high:.4g} requests/s (95 %; {windows})", highlight=False)
     if summary.slo is not None:
         console.print(
             f"within limits up to: {summary.slo.low:.4g} to {summary.slo.high:.4g} requests/s", highlight=False

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from loadtest.judgements import LevelClass, MachineSpeed, Measures, Verdict, Window
+from loadtest.judgements import LevelClass, MachineSpeed, Measures, Slope, Verdict, Window
 from loadtest.machine import Machine
 from loadtest.measure import LevelRows, measure
 from loadtest.records import Limits, Phase
@@ -105,7 +105,7 @@ def classify(
         return LevelClass.COLLAPSING, fall
     if _answered_share(measures) >= KEEPS_UP and measures.refused and not _rises(measures):
         return LevelClass.SATURATED_STABLE, f"{_shares(measures)}; {measures.refused} refused, TTFT does not rise"
-    return LevelClass.SATURATED_GROWING, f"{_shares(measures)}; in flight {_slope(measures)}"
+    return LevelClass.SATURATED_GROWING, f"{_shares(measures)}; {_what_grows(measures)}"
 
 
 def keeps_up(measures: Measures) -> bool:
@@ -187,6 +187,14 @@ def _shares(measures: Measures) -> str:
     return f"completions are {_completed_share(measures):.1%} of arrivals"
 
 
-def _slope(measures: Measures) -> str:
-    trend = measures.in_flight_slope
-    return "unknown" if trend is None else f"{trend.value:+.2f}/s ({trend.low:+.2f} to {trend.high:+.2f})"
+def _what_grows(measures: Measures) -> str:
+    if measures.ttft_slope is not None and _rises(measures):
+        return f"TTFT {_slope(measures.ttft_slope, 's')}, in flight {_slope(measures.in_flight_slope)}"
+    return f"in flight {_slope(measures.in_flight_slope)}"
+
+
+def _slope(trend: Slope | None, unit: str = "") -> str:
+    """Change a second, with its interval."""
+    if trend is None:
+        return "unknown"
+    return f"{trend.value:+.2g}{f' {unit}' * bool(unit)}/s ({trend.low:+.2g} to {trend.high:+.2g})"

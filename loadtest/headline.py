@@ -92,7 +92,7 @@ def _behaviour(verdict: Verdict, kept: float | None) -> str:
     words = {
         LevelClass.KEEPS_UP: "still keeps up",
         LevelClass.SATURATED_STABLE: "refuses what is too much",
-        LevelClass.SATURATED_GROWING: "falls behind further and further",
+        LevelClass.SATURATED_GROWING: "falls behind, later and later",
         LevelClass.COLLAPSING: "collapses",
         LevelClass.HUNG: "hangs",
         LevelClass.CRASHED: "crashes",

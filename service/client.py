@@ -156,9 +156,10 @@ class Client:
         on_wait: Callable[[GenerationError], None] = lambda _: None,
         options: Sequence[tuple[str, Any]] = (),
     ) -> None:
-        """credentials: TLS; None for plain text. token: sent as bearer token with every call. patience: seconds that a
-        request waits while the service says that its engine starts; the request's own `scheduling.timeout` and
-        `queue_timeout`, which run meanwhile, end it, too. on_wait: called with the refusal before each such wait."""
+        """credentials: TLS; None for plain text. token: sent as bearer token with every call. patience: seconds since
+        its begin that a request waits while the service says that its engine starts; the request's own
+        `scheduling.timeout` and `queue_timeout`, which run meanwhile, end it, too. on_wait: called with the refusal
+        before each such wait."""
         self._patience = patience
         self._on_wait = on_wait
         self._closed = False
@@ -319,7 +320,7 @@ class Session:
 
     async def _stream_taken(self, scheduling: generation_pb2.Scheduling, limits: Limits) -> None:
         """Opens a stream that was refused again, and waits until it is this request's turn to be sent."""
-        with suppress(TimeoutError):
+        try:
             async with asyncio.timeout(min(STATUS_SECONDS, limits.own_seconds_left)):
                 while True:
                     if isinstance(self._ended, StreamRefusedError):
@@ -328,6 +329,8 @@ class Session:
                         return
                     await self._answered.wait()
                     limits.apply(scheduling)
+        except TimeoutError:
+            limits.apply(scheduling)
 
     async def cancel(self, request_id: str) -> None:
         """Its events go on to a `finished` with what was used."""
@@ -350,9 +353,8 @@ class Session:
     async def _forget(self, request_id: str) -> None:
         del self._queues[request_id]
         if self._ended is None and not self._reader.done():
-            await self._write(
-                generation_pb2.GenerateRequest(cancel=generation_pb2.CancelGeneration(request_id=request_id))
-            )
+            with suppress(GenerationError):  # of a stream that ends meanwhile, which cancels it, too
+                await self.cancel(request_id)
 
     async def _write(self, message: generation_pb2.GenerateRequest) -> None:
         call = self._call

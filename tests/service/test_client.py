@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import math
 import time
 from collections.abc import AsyncIterator
@@ -44,6 +45,26 @@ async def test_generate(served: Running) -> None:
         greedy = pb.SamplingParameters(temperature=0.0)
         assert await text(client, prompt_request("x", max_tokens=1, sampling=greedy)) == "a"
     assert served.engine.submitted[-1].sampling.temperature == 0.0
+
+
+async def test_requests_of_a_session_that_are_left_early_leave_no_fault_behind(served: Running) -> None:
+    """Their cancellations are still being written as the session ends."""
+    served.engine.step_delay = 0.02
+    faults: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: faults.append(context))
+
+    async def first(session: Session) -> str:
+        async for event in session.generate(prompt_request("x", max_tokens=50)):
+            if event.HasField("delta"):
+                return event.delta.text
+        return ""
+
+    async with Client(served.server.address) as client:
+        async with client.session() as session:
+            assert await asyncio.gather(*(first(session) for _ in range(3))) == ["a"] * 3
+        gc.collect()
+        await asyncio.sleep(0.05)
+    assert not faults
 
 
 async def test_session_multiplexes(served: Running) -> None:
