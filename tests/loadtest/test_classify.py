@@ -188,6 +188,19 @@ def test_refusals_that_fill_the_gap_are_stable() -> None:
     assert "200 refused" in evidence
 
 
+def test_waits_that_grow_beside_refusals_are_named() -> None:
+    """Half is refused, nothing piles up, and first tokens come later and later."""
+
+    def row(index: int) -> RequestRow:
+        if index % 2:
+            return ended(index, Outcome.REFUSED, "RESOURCE_EXHAUSTED", "QUEUE_FULL")
+        return completed(index, ttft=0.1 + max(index, 0) / RATE / 200)
+
+    found, evidence = class_of(part_of(row))
+    assert found is LevelClass.SATURATED_GROWING
+    assert "TTFT +0.005 s/s" in evidence
+
+
 def test_collapse_is_a_fall_below_the_best_at_a_lower_rate() -> None:
     def row(index: int) -> RequestRow:
         return ended(index, Outcome.REFUSED, "RESOURCE_EXHAUSTED", "QUEUE_FULL") if index % 2 else completed(index)

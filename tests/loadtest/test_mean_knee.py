@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import random
 import statistics
@@ -9,7 +10,9 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from typer.testing import CliRunner
 
+from loadtest.__main__ import app
 from loadtest.classify import KEEPS_UP
 from loadtest.headline import headline
 from loadtest.judgements import MeanKnee, Window
@@ -103,3 +106,13 @@ async def test_a_map_on_a_machine_that_drifts_has_its_mean_knee_inside(tmp_path:
         assert mean.low <= server.capacity * speed <= mean.high, seed
         assert mean.scatter > 0.01
         assert interval(mean, "") in headline(reading).tiles[0].note
+
+
+def test_grade_says_it(tmp_path: Path) -> None:
+    result = asyncio.run(
+        synthetic_map(tmp_path / "map", SteppingServer(base=0.03, each=0.003, tokens=(2, 4), queue=40))
+    )
+    mean = result.summary.mean_knee
+    assert mean is not None
+    output = " ".join(CliRunner().invoke(app, ["grade", str(tmp_path / "map")]).output.split())
+    assert f"on average: {mean.low:.4g} to {mean.high:.4g} requests/s (95 %; windows of a minute" in output
