@@ -94,7 +94,7 @@ class MixError(Exception):
 
 def mix_of(name: str) -> dict[str, RequestClass]:
     if name not in MIXES:
-        raise MixError(f"no mix {name!r}; there are {', '.join(MIXES)}")
+        raise MixError(f"--mix: no mix {name!r}; there are {', '.join(MIXES)}")
     return MIXES[name]
 
 

@@ -40,7 +40,7 @@ async def loadtest(*arguments: str | Path, seconds: float = 100.0) -> tuple[int,
     [
         (("map", "--address", "127.0.0.1:9", "--out", "{out}"), "127.0.0.1:9"),
         ((*ATTACHED, "--metrics-url", "http://127.0.0.1:9/metrics", "--out", "{out}"), "--metrics-url"),
-        (("map", "--mix", "nothing", "--out", "{out}"), "no mix 'nothing'"),
+        (("map", "--mix", "nothing", "--out", "{out}"), "--mix: no mix 'nothing'"),
         (("faults", "nothing", "--out", "{out}"), "no fault 'nothing'"),
         (("grade", "{out}"), "no run.json"),
         (("map", "--model", "/no/such/model", "--out", "{out}"), "exit code 2"),
