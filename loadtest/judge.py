@@ -99,8 +99,8 @@ def summarize(
 ) -> Summary:
     """extra: measures that verdicts do not have, such as the time that it all took."""
     sweep = in_order(verdicts)
-    knee = knee_of(sweep)
-    measures = {**measures_of(sweep, verdicts, knee), **extra}
+    knee, mean = knee_of(sweep), mean_knee_of(sweep)
+    measures = {**measures_of(sweep, verdicts, knee, mean), **extra}
     return Summary(
         knee=knee,
         slo=slo_of(sweep),
@@ -110,7 +110,7 @@ def summarize(
         usl=fit([(v.concurrency, v.measures.completion_rate) for v in verdicts if v.concurrency is not None]),
         notes=list(notes),
         corrected_knee=corrected_knee_of(sweep),
-        mean_knee=mean_knee_of(sweep),
+        mean_knee=mean,
     )
 
 
@@ -152,7 +152,9 @@ def slo_of(sweep: Sequence[Verdict]) -> Interval | None:
     return Interval(low=found.low * SLO_SHARE, high=found.high)
 
 
-def measures_of(sweep: Sequence[Verdict], verdicts: Sequence[Verdict], knee: Interval | None) -> dict[str, float]:
+def measures_of(
+    sweep: Sequence[Verdict], verdicts: Sequence[Verdict], knee: Interval | None, mean: MeanKnee | None = None
+) -> dict[str, float]:
     """What hypotheses can speak of. Names with `at_N` are of N times the knee."""
     found: dict[str, float] = {}
     if knee is not None:
@@ -165,7 +167,6 @@ def measures_of(sweep: Sequence[Verdict], verdicts: Sequence[Verdict], knee: Int
     gaps = [v.measures.little_gap for v in keeping if v.measures.little_gap is not None]
     if gaps:
         found["little_gap"] = max(gaps)
-    mean = mean_knee_of(sweep)
     scatter = None if mean is None else mean.scatter
     for multiple in {verdict.multiple for verdict in sweep if verdict.multiple is not None}:
         beyond = [verdict for verdict in verdicts if verdict.multiple == multiple]

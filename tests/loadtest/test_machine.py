@@ -225,10 +225,9 @@ def test_goodput_is_as_measured_whatever_the_reference_says_and_its_error_that_o
         Window(rate=rate, seconds=60.0, arrivals=round(60 * rate), completed=round(60 * served), in_flight=4.0)
         for rate, served in ((43.0, 43.0), (46.0, 43.5), (46.0, 44.5), (46.5, 45.0))
     ]
-    sweep[0] = msgspec.structs.replace(sweep[0], windows=windows)
     mean = mean_knee(windows)
     assert mean is not None
-    measures = measures_of(sweep, sweep, None)
+    measures = measures_of(sweep, sweep, None, mean)
     assert measures["goodput_share_at_3"] == pytest.approx(40 / 45)
     seconds = sweep[0].measures.seconds
     error = mean.scatter * math.sqrt(2 * TYPICAL / seconds)
